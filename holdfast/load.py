@@ -34,6 +34,7 @@ from holdfast.read.ranges import Verify
 from holdfast.read.shared import share as sharing
 from holdfast.read.source import ReadStats
 from holdfast.remap.remap import Remap
+from holdfast.remap.remapped import Remapped
 from holdfast.state import collect
 from holdfast.state.fresh import plain_tensors
 from holdfast.state.layers import decode_kinds, unlike
@@ -179,6 +180,8 @@ def open_and_match(
     called, values = with_named_ids(checkpoint, renamer(options.rename), into)
     renamed = {} if options.only == "*" else {name: called(name) for name in known}
     asked = asked_of(checkpoint, options.only, options.rename, renamed, into)
+    if isinstance(checkpoint.reader, Remapped):
+        checkpoint.reader.check_mapped(asked)
     names = names_of(checkpoint, called, values, asked)
     state, keep = collect(into, ranks, names.saved), options.missing == "keep"
     matched, differences = compare(names, state, cast=options.cast, keep=keep, world_size=ranks.size)

@@ -27,6 +27,7 @@ from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, r
 from holdfast.ranks.ranks import Ranks
 from holdfast.read.ranges import Verify
 from holdfast.remap.remap import Remap
+from holdfast.remap.remapped import Remapped
 from holdfast.storage.place import Place
 
 To = Literal["holdfast", "huggingface", "torch", "dcp"]
@@ -159,7 +160,10 @@ class ConvertWork:
     def _select(self) -> Selection:
         options, checkpoint = self.options, self.checkpoint
         known, rename = names_in(checkpoint.manifest), None if options.to == "huggingface" else options.rename
-        wanted = select(checkpoint, selector(options.only, known, checkpoint.path, rename=rename))
+        asked = selector(options.only, known, checkpoint.path, rename=rename)
+        if isinstance(checkpoint.reader, Remapped):
+            checkpoint.reader.check_mapped(asked)
+        wanted = select(checkpoint, asked)
         if not wanted.origin:
             raise Mismatch(f"{checkpoint.path} has neither a tensor nor a value that fits only={options.only!r}")
         self.converted.skipped = wanted.skipped

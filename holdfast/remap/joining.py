@@ -13,6 +13,9 @@ from holdfast.remap.nodes import Node
 from holdfast.remap.patterns import Captures, captured, check_same, fields_of, filled
 from holdfast.remap.rule import Names, Rule, Scope, Size, as_tuples, in_place, replaced
 
+_MOST = 1 << 16
+"""Tensors that one is taken apart into."""
+
 
 class Concatenate(Rule, frozen=True, tag="concatenate"):
     """Join tensors along an axis, in the order of ``sources``.
@@ -27,8 +30,8 @@ class Concatenate(Rule, frozen=True, tag="concatenate"):
 
     def __post_init__(self) -> None:
         as_tuples(self, sources=tuple(self.sources), sizes=tuple(self.sizes))
-        check_same(self.sources, [self.target], "Concatenate")
         _check_sizes(self.sizes, self.sources, "Concatenate")
+        check_same(self.sources, [self.target], "Concatenate")
 
     def resolve(self, names: Names, scope: Scope) -> Names:
         def join(of: Sequence[Node], captures: Mapping[str, str]) -> Names:
@@ -60,8 +63,8 @@ class Split(Rule, frozen=True, tag="split"):
 
     def __post_init__(self) -> None:
         as_tuples(self, targets=tuple(self.targets), sizes=tuple(self.sizes))
-        check_same([self.source], self.targets, "Split")
         _check_sizes(self.sizes, self.targets, "Split")
+        check_same([self.source], self.targets, "Split")
 
     def resolve(self, names: Names, scope: Scope) -> Names:
         def split(of: Sequence[Node], captures: Mapping[str, str]) -> Names:
@@ -141,6 +144,8 @@ class Unstack(Rule, frozen=True, tag="unstack"):
             (node,) = of
             dim = nodes.axis(node, self.dim)
             shape = (*node.shape[:dim], *node.shape[dim + 1 :])
+            if node.shape[dim] > _MOST:
+                raise Mismatch(f"{nodes.described(node)} would be taken apart into {node.shape[dim]} tensors")
             return {
                 filled(self.target, {**captures, field: str(i)}): nodes.reshaped(nodes.cut(node, dim, i, i + 1), shape)
                 for i in range(node.shape[dim])
@@ -153,6 +158,8 @@ class Unstack(Rule, frozen=True, tag="unstack"):
 
 
 def _check_sizes(sizes: Sequence[Size], patterns: Sequence[str], rule: str) -> None:
+    if not patterns:
+        raise Mismatch(f"{rule}: there are no names")
     if sizes and len(sizes) != len(patterns):
         raise Mismatch(f"{rule}: {len(patterns)} names have {len(sizes)} sizes")
 

@@ -140,6 +140,8 @@ class Pad(EachTensor, frozen=True, tag="pad"):
             shape = (*node.shape[:dim], count, *node.shape[dim + 1 :])
             if self.like is None:
                 return [nodes.Filled(node.dtype, shape, 0.0 if scope.moments else self.value)] if count else []
+            if count > nodes.MOST_LEAVES:
+                raise Mismatch(f"{nodes.described(node)} cannot be padded by {count} copies on axis {dim}")
             like = self.like % max(node.shape[dim], 1)
             return [nodes.cut(node, dim, like, like + 1)] * count
 

@@ -119,7 +119,10 @@ class Constant(Rule, frozen=True, tag="constant"):
         if scope.moments:
             return names
         check_free(self.name, names)
-        return {**names, self.name: nodes.Filled(self.dtype, scope.sizes(self.shape), self.value)}
+        shape = scope.sizes(self.shape)
+        if min(shape, default=0) < 0:
+            raise Mismatch(f"{self.name} cannot have shape {list(shape)}")
+        return {**names, self.name: nodes.bounded(nodes.Filled(self.dtype, shape, self.value))}
 
     def inverse(self) -> Drop:
         return Drop(self.name)

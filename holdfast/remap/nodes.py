@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from holdfast.errors import Mismatch, Unsupported
+from holdfast.ondisk.cells import MAX_AXES
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,18 @@ class Filled:
     value: float
 
 
+class _Composed:
+    """A node above others."""
+
+    @cached_property
+    def weight(self) -> tuple[int, int]:
+        """How many leaves there are below, each as often as it is met, and how many nodes one above the other."""
+        below = [_weight(node) for node in _below(self)]
+        return sum(leaves for leaves, _ in below), 1 + max(depth for _, depth in below)
+
+
 @dataclass(frozen=True)
-class Joined:
+class Joined(_Composed):
     """Tensors one after the other along an axis."""
 
     parts: tuple[Node, ...]
@@ -55,7 +66,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(_Composed):
     """Elements ``start:stop`` of an axis."""
 
     of: Node
@@ -73,7 +84,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Permuted:
+class Permuted(_Composed):
     """The axes in another order: axis ``k`` is axis ``dims[k]`` of the other tensor."""
 
     of: Node
@@ -89,7 +100,7 @@ class Permuted:
 
 
 @dataclass(frozen=True)
-class Reshaped:
+class Reshaped(_Composed):
     """The same elements, in row-major order, under another shape."""
 
     of: Node
@@ -101,7 +112,7 @@ class Reshaped:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(_Composed):
     """The elements as another dtype."""
 
     of: Node
@@ -113,6 +124,30 @@ class Cast:
 
 
 Node = Saved | Filled | Joined | Cut | Permuted | Reshaped | Cast
+
+MOST_LEAVES, _DEEPEST, _MOST_ELEMENTS = 1 << 20, 100, 1 << 59
+"""Bounds of an arrangement: a map may come from anywhere, and its rules may double what there is."""
+
+
+def _below(node: object) -> Sequence[Node]:
+    if isinstance(node, Joined):
+        return node.parts
+    return (node.of,) if isinstance(node, (Cut, Permuted, Reshaped, Cast)) else ()
+
+
+def _weight(node: Node) -> tuple[int, int]:
+    return node.weight if isinstance(node, _Composed) else (1, 0)
+
+
+def bounded(node: Node) -> Node:
+    """The node. Raises Mismatch for one beyond the bounds."""
+    leaves, depth = _weight(node)
+    if leaves > MOST_LEAVES or depth > _DEEPEST or len(node.shape) > MAX_AXES or prod(node.shape) > _MOST_ELEMENTS:
+        raise Mismatch(
+            f"the map makes a tensor of shape {str(list(node.shape[:MAX_AXES]))[:200]} of {leaves} parts, by {depth} "
+            "steps: that is beyond what holdfast works with"
+        )
+    return node
 
 
 def joined(parts: Sequence[Node], dim: int) -> Node:
@@ -129,6 +164,8 @@ def joined(parts: Sequence[Node], dim: int) -> Node:
                 "axes and the dtype have to be equal"
             )
         flat += part.parts if isinstance(part, Joined) and part.dim == dim else [part]
+        if len(flat) > MOST_LEAVES:
+            raise Mismatch(f"more than {MOST_LEAVES} tensors would become one along axis {dim}")
     return _without_seams(flat, dim)
 
 
@@ -148,7 +185,7 @@ def _without_seams(parts: Sequence[Node], dim: int) -> Node:
             merged.append(part)
     if not merged:
         return parts[0]
-    return merged[0] if len(merged) == 1 else Joined(tuple(merged), dim)
+    return merged[0] if len(merged) == 1 else bounded(Joined(tuple(merged), dim))
 
 
 def cut(node: Node, dim: int, start: int, stop: int) -> Node:
@@ -169,7 +206,7 @@ def cut(node: Node, dim: int, start: int, stop: int) -> Node:
         return joined(parts, dim)
     if isinstance(node, Cast):
         return cast(cut(node.of, dim, start, stop), node.dtype)
-    return Cut(node, dim, start, stop)
+    return bounded(Cut(node, dim, start, stop))
 
 
 def permuted(node: Node, dims: Sequence[int]) -> Node:
@@ -181,7 +218,7 @@ def permuted(node: Node, dims: Sequence[int]) -> Node:
         return node
     if isinstance(node, Permuted):
         return permuted(node.of, [node.dims[dim] for dim in order])
-    return Permuted(node, order)
+    return bounded(Permuted(node, order))
 
 
 def reshaped(node: Node, shape: Sequence[int]) -> Node:
@@ -192,8 +229,8 @@ def reshaped(node: Node, shape: Sequence[int]) -> Node:
     if isinstance(node, Reshaped):
         return reshaped(node.of, shape)
     if groups_of(node.shape, shape) is None:  # no factors in common: by way of one axis, which has all
-        return Reshaped(Reshaped(node, (prod(shape),)), shape)
-    return Reshaped(node, shape)
+        return bounded(Reshaped(Reshaped(node, (prod(shape),)), shape))
+    return bounded(Reshaped(node, shape))
 
 
 def cast(node: Node, dtype: str) -> Node:
@@ -204,7 +241,7 @@ def cast(node: Node, dtype: str) -> Node:
         raise Unsupported(
             f"{described(node)} is cast already, and would be cast to {dtype}: leave out one of the casts"
         )
-    return Cast(node, dtype)
+    return bounded(Cast(node, dtype))
 
 
 def axis(node: Node, dim: int) -> int:
@@ -238,10 +275,7 @@ def walk(node: Node) -> Iterator[Node]:
     while todo:
         one = todo.pop()
         yield one
-        if isinstance(one, Joined):
-            todo += reversed(one.parts)
-        elif isinstance(one, (Cut, Permuted, Reshaped, Cast)):
-            todo.append(one.of)
+        todo += reversed(_below(one))
 
 
 def saved_in(node: Node) -> Iterator[Saved]:

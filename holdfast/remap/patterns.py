@@ -14,6 +14,9 @@ from holdfast.errors import Mismatch
 
 Captures = tuple[tuple[str, str], ...]
 
+_LONGEST = 1000
+"""Characters of a name that a pattern may fit: trying takes as long as the square of it."""
+
 _FIELD = re.compile(r"\{(\*?)([A-Za-z_]\w*)\}")
 
 
@@ -28,7 +31,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         at = field.end()
     rest = pattern[at:]
     if not pattern or "{" in rest or "}" in rest:
-        raise Mismatch(f"{pattern!r} is no name pattern: captures are written {{i}} or {{*rest}}")
+        raise Mismatch(f"{pattern[:_LONGEST]!r} is no name pattern: captures are written {{i}} or {{*rest}}")
+    words = re.split(r"[./]", _FIELD.sub(lambda field: "*" if field[1] else "{", pattern))
+    if pattern.count("{*") > 2 or any(word.count("{") + word.count("*") > 2 for word in words):
+        raise Mismatch(f"{pattern[:_LONGEST]!r}: two captures {{*x}}, and two between points, are the most")
     return re.compile(text + re.escape(rest))
 
 
@@ -39,7 +45,7 @@ def fields_of(pattern: str) -> tuple[str, ...]:
 
 def captured(pattern: str, name: str) -> Captures | None:
     """What a pattern captures of a name, sorted by capture; None if it does not fit."""
-    match = _compiled(pattern).fullmatch(name)
+    match = _compiled(pattern).fullmatch(name) if len(name) <= _LONGEST else None
     return None if match is None else tuple(sorted(match.groupdict().items()))
 
 

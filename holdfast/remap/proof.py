@@ -63,7 +63,7 @@ def proof_of(made: Mapping[str, Node], source: Iterable[str]) -> Proof:
     boxes: dict[Saved, list[Box]] = {}
     made_up, cast = [], []
     for name, node in made.items():
-        for part in parts_of(node, whole(node.shape), torch.empty(node.shape, device="meta")):
+        for part in parts_of(node, whole(node.shape), torch.empty(node.shape, dtype=torch.uint8, device="meta")):
             if isinstance(part, Part):
                 plain = part._replace(view=torch.empty(part.box.lengths, device="meta"))
                 boxes.setdefault(part.saved, []).extend(box for box, _ in merged_boxes(plain))

@@ -27,6 +27,10 @@ AnyRule = (
 )  # fmt: skip
 
 
+_SHOWN = 1000
+"""Characters of a rule in an error."""
+
+
 class Tensor(Protocol):
     """What a map has to know of a tensor: a torch.Tensor has it, and so does `TensorInfo`."""
 
@@ -102,7 +106,7 @@ class Remap(msgspec.Struct, frozen=True):
             try:
                 names = rule.resolve(names, scope)
             except Mismatch as error:
-                raise Mismatch(f"{error}. The rule is {rule!r}") from None
+                raise Mismatch(f"{error}. The rule is {repr(rule)[:_SHOWN]}") from None
         return names
 
     def check(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Proof:
@@ -142,7 +146,7 @@ class Remap(msgspec.Struct, frozen=True):
         """
         try:
             read = msgspec.json.decode(text, type=_Written)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
             raise Mismatch(f"this is no map of holdfast.remap: {error}") from None
         if read.version != 1:
             raise Mismatch(f"the map is of version {read.version}: a newer holdfast knows it")

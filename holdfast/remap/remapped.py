@@ -6,7 +6,7 @@ that nobody asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -123,7 +123,13 @@ class Remapped:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        return self._reader.left_out
+        return {**self._reader.left_out, **self._mapped.left_out}
+
+    def check_mapped(self, asked: Callable[[str], bool]) -> None:
+        """Raise Mismatch for an optimizer that is asked for and cannot follow the map."""
+        for path, why in self._mapped.left_out.items():
+            if asked(f"{path}/state"):
+                raise Mismatch(f'{self.path}: {why}. Leave the optimizer out, as in only="model"')
 
     @property
     def signed_by(self) -> str | None:

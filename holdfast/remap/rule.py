@@ -36,12 +36,18 @@ class Scope:
 
     def size(self, size: Size) -> int:
         """A size as a number. Raises Mismatch for an expression that is none, or names what is not known."""
-        return size if isinstance(size, int) else _evaluated(size, self.values)
+        number = size if isinstance(size, int) else _evaluated(size, self.values)
+        if abs(number) > _LARGEST:
+            raise Mismatch(f"the size {str(size)[:_LONGEST]!r} is larger than any tensor")
+        return number
 
     def sizes(self, sizes: Sequence[Size]) -> tuple[int, ...]:
         """Sizes as numbers."""
         return tuple(map(self.size, sizes))
 
+
+_LARGEST, _LONGEST = 1 << 60, 200
+"""Of sizes, and of the text of one: a map may come from anywhere."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -50,6 +56,9 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _evaluated(text: str, values: Mapping[str, int]) -> int:
+    if len(text) > _LONGEST:
+        raise Mismatch(f"a size of {len(text)} characters, {text[:20]!r}…, is longer than {_LONGEST}")
+
     def number(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
@@ -65,7 +74,9 @@ def _evaluated(text: str, values: Mapping[str, int]) -> int:
 
     try:
         return number(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        if isinstance(error, Mismatch):
+            raise
         raise Mismatch(f"the size {text!r} is no sum or product of whole numbers and names") from None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.errors import Mismatch
 from holdfast.ondisk import names
 from holdfast.ondisk.manifest import Manifest
-from holdfast.remap.nodes import Node, Saved, described, saved_in
+from holdfast.remap.nodes import Filled, Node, Saved, described, saved_in
 from holdfast.remap.remap import Remap
 from holdfast.remap.rule import Names
 
@@ -43,11 +43,13 @@ class Mapped:
     """A checkpoint's tensors and values, as a map makes them.
 
     ``alike``: names of small tensors, such as the steps of parameters, that become one. They have to be equal.
+    ``left_out``: optimizers that cannot follow the map, by path, with the reason.
     """
 
     tensors: dict[str, Node]
     values: dict[str, Any]
     alike: tuple[tuple[str, ...], ...]
+    left_out: dict[str, str]
 
 
 def mapped(manifest: Manifest, remap: Remap, where: object) -> Mapped:
@@ -59,15 +61,48 @@ def mapped(manifest: Manifest, remap: Remap, where: object) -> Mapped:
     models: dict[str, Names] = {}
     for section in sections:
         if section.optimizer is None:
-            made = models[section.prefix] = remap.resolve(section.tensors)
+            models[section.prefix] = remap.resolve(section.tensors)
+    whole = {section.prefix: section.tensors for section in sections if section.optimizer is None}
+    changed = [prefix for prefix, made in models.items() if _is_changed(made, whole[prefix])]
+    if changed:  # no constants for what no other rule is about
+        models.update((prefix, dict(tensors)) for prefix, tensors in whole.items() if prefix not in changed)
+    for section in sections:
+        if section.optimizer is None:
+            made = models[section.prefix]
+            _check_names(made, section, where)
             tensors.update((section.full(fqn), node) for fqn, node in made.items())
+    left_out: dict[str, str] = {}
     for section in sections:
         if section.optimizer is not None:
-            model = _model_of(section, sections, models, where)
-            tensors.update(_moments(section, model, remap, alike))
+            model = _model_of(section, sections)
+            if model is not None:
+                tensors.update(_moments(section, model, remap, alike))
+            else:
+                left_out[section.optimizer] = (
+                    f"the map cannot be applied to {section.prefix}*{section.suffix}, as no model in the checkpoint "
+                    "has parameters of these names"
+                )
     for optimizer in _optimizers(manifest):
         values = _with_groups(values, optimizer, models, sections, where)
-    return Mapped(tensors, values, tuple(alike))
+    gone = [path for path in left_out if path]
+    values = {name: value for name, value in values.items() if not any(names.under(name, path) for path in gone)}
+    tensors = {name: node for name, node in tensors.items() if not any(names.under(name, path) for path in gone)}
+    return Mapped(tensors, values, tuple(alike), left_out)
+
+
+def _is_changed(made: Names, tensors: Mapping[str, Saved]) -> bool:
+    """Whether rules did more to tensors than to add some of one number."""
+    return {name: node for name, node in made.items() if not isinstance(node, Filled)} != tensors
+
+
+def _check_names(made: Iterable[str], section: Section, where: object) -> None:
+    """Raise Mismatch for what cannot be a model's own name of a tensor."""
+    for fqn in made:
+        if fqn not in section.tensors and (not fqn or names.escape(names.unescape(fqn)) != fqn):
+            raise Mismatch(
+                f"{where}: the map makes the name {fqn!r}, in which a slash, a bracket or a like character has to be "
+                f"written as {names.escape(names.unescape(fqn))!r}"
+            )
 
 
 def sections_of(manifest: Manifest) -> list[Section]:
@@ -95,18 +130,13 @@ def _optimizers(manifest: Manifest) -> list[str]:
     return [path for path, _, last in ends if last == _GROUPS]
 
 
-def _model_of(section: Section, sections: Iterable[Section], models: Mapping[str, Names], where: object) -> Section:
-    """The model whose parameters an optimizer's state is of."""
+def _model_of(section: Section, sections: Iterable[Section]) -> Section | None:
+    """The model whose parameters an optimizer's state is of; None if there is none."""
     best = max(
         (one for one in sections if one.optimizer is None),
         key=lambda one: len(one.tensors.keys() & section.tensors.keys()), default=None,
     )  # fmt: skip
-    if best is None or not best.tensors.keys() & section.tensors.keys():
-        raise Mismatch(
-            f"{where}: the map cannot be applied to {section.prefix}*{section.suffix}, as no model in the checkpoint "
-            "has parameters of these names"
-        )
-    return best
+    return best if best is not None and best.tensors.keys() & section.tensors.keys() else None
 
 
 def _moments(section: Section, model: Section, remap: Remap, alike: list[tuple[str, ...]]) -> dict[str, Node]:
