@@ -63,7 +63,7 @@ def sharded_model(name: str) -> Any:
 
 
 def on_a_rank(name: str, hub: str, folder: str) -> list[str]:
-    """Load into FSDP2, save, and convert, all with maps of the sharded model."""
+    """Load into FSDP2, save, convert, and convert without a save, all with maps of the sharded model."""
     transformers.logging.set_verbosity_error()
     wanted = model_of(name).state_dict()
     model = sharded_model(name)
@@ -76,18 +76,20 @@ def on_a_rank(name: str, hub: str, folder: str) -> list[str]:
     holdfast.save({"model": model}, f"{folder}/checkpoint")
     options = {"to": "huggingface", "remap": remap.inverse(), "extras": hub}
     holdfast.convert(f"{folder}/checkpoint", f"{folder}/out", only="model", **options)
+    holdfast.convert({"model": model}, f"{folder}/live", **options)
     return lines
 
 
 @pytest.mark.fast_cases("MixtralForCausalLM", "GPT2LMHeadModel")
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded(name: str, tmp_path: Path) -> None:
-    """Two ranks of FSDP2: each loads its part; what they save becomes the folder again."""
+    """Two ranks of FSDP2: each loads its part; what they save becomes the folder again, and so does what they hold."""
     model = model_of(name)
     model.save_pretrained(tmp_path / "hub")
     for lines in pool.run(2, on_a_rank, name, str(tmp_path / "hub"), str(tmp_path)):
         assert not lines
     assert not differences(files_in(tmp_path / "out"), files_in(tmp_path / "hub"))
+    assert not differences(files_in(tmp_path / "live"), files_in(tmp_path / "hub"))
 
 
 def trained(model: Any) -> torch.optim.Optimizer:
