@@ -52,8 +52,8 @@ def convert(
         to: ``"holdfast"`` (a folder), ``"huggingface"`` (a folder with the model's tensors), ``"torch"`` (a file for
             `torch.load`) or ``"dcp"`` (a folder for `torch.distributed.checkpoint`).
         only: What to take, by the source's names: a name, a path above names, a pattern, or several.
-        rename: The source's names to others: a dict of names or leading paths, or a function. An empty new name drops
-            the tensor. For Hugging Face, the source's names have no ``model/`` and have points.
+        rename: The source's names to others: a dict of names or leading paths, or a function. An empty new path drops
+            the leading one. For Hugging Face, the source's names have no ``model/`` and have points.
         dtype: What floating-point tensors become.
         step: The step to note in the place of the source's, in our own format.
         max_shard_bytes: Bytes of tensors in one file at most. A target other than ``"torch"`` has as many files as
