@@ -107,7 +107,7 @@ def merged_boxes(part: Part) -> Iterator[tuple[Box, torch.Tensor]]:
 
 def split_axes(groups: Sequence[Group], box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
     """A box of the target as boxes of the factors."""
-    spans = [span for group in groups for span in group.spans(group.target)]
+    spans = [span for group in groups for span in group.target_spans]
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]] = [((), (), view)]
     for axis, factors in enumerate(spans):
         count = len(factors)
@@ -117,7 +117,7 @@ def split_axes(groups: Sequence[Group], box: Box, view: torch.Tensor) -> Iterato
         for offsets, lengths, memory in boxes:
             at, dim = 0, len(lengths)
             for cell in cells:
-                part = memory.narrow(dim, at, cell.size)
+                part = memory if len(cells) == 1 else memory.narrow(dim, at, cell.size)
                 part = part.squeeze(dim) if not count else part.unflatten(dim, cell.lengths) if count > 1 else part
                 longer.append((offsets + cell.offsets, lengths + cell.lengths, part))
                 at += cell.size
@@ -128,7 +128,7 @@ def split_axes(groups: Sequence[Group], box: Box, view: torch.Tensor) -> Iterato
 
 def joined_axes(groups: Sequence[Group], box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
     """A box of the factors as boxes of the source, each of whose axes is made up of several factors."""
-    spans = [span for group in groups for span in group.spans(group.source)]
+    spans = [span for group in groups for span in group.source_spans]
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]] = [((), (), view)]
     at = 0
     for factors in spans:

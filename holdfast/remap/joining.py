@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from holdfast.errors import Mismatch
 from holdfast.remap import nodes
 from holdfast.remap.nodes import Node
-from holdfast.remap.patterns import Captures, captured, check_same, fields_of, filled
+from holdfast.remap.patterns import Captures, check_same, fields_of, filled, finder
 from holdfast.remap.rule import Names, Rule, Scope, Size, as_tuples, in_place, replaced
 
 _MOST = 1 << 16
@@ -104,8 +104,9 @@ class Stack(Rule, frozen=True, tag="stack"):
     def resolve(self, names: Names, scope: Scope) -> Names:
         field = _index_field(self.source, self.target, "Stack")
         groups: dict[Captures, dict[str, str]] = {}
+        find = finder(self.source)
         for name in names:
-            captures = captured(self.source, name)
+            captures = find(name)
             if captures is not None:
                 rest = tuple(one for one in captures if one[0] != field)
                 groups.setdefault(rest, {})[dict(captures)[field]] = name

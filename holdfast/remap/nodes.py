@@ -5,6 +5,7 @@ Rules build these nodes, `boxes` turns a box of one into boxes of saved tensors.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -198,10 +199,10 @@ def cut(node: Node, dim: int, start: int, stop: int) -> Node:
     if isinstance(node, Cut) and node.dim == dim:
         return cut(node.of, dim, node.start + start, node.start + stop)
     if isinstance(node, Joined) and node.dim == dim and start < stop:
+        numbers = range(bisect_right(node.starts, start) - 1, bisect_left(node.starts, stop))
         parts = [
-            cut(part, dim, max(start - at, 0), min(stop - at, part.shape[dim]))
-            for part, at in zip(node.parts, node.starts, strict=False)
-            if at < stop and at + part.shape[dim] > start
+            cut(node.parts[n], dim, max(start - node.starts[n], 0), min(stop, node.starts[n + 1]) - node.starts[n])
+            for n in numbers
         ]
         return joined(parts, dim)
     if isinstance(node, Cast):
@@ -223,7 +224,9 @@ def permuted(node: Node, dims: Sequence[int]) -> Node:
 
 def reshaped(node: Node, shape: Sequence[int]) -> Node:
     """The same elements under another shape, of which one length may be -1. Raises Mismatch for another number."""
-    shape = lengths(shape, prod(node.shape), described(node))
+    shape = tuple(shape)
+    if min(shape, default=0) < 0 or prod(shape) != prod(node.shape):
+        shape = lengths(shape, prod(node.shape), described(node))
     if shape == node.shape:
         return node
     if isinstance(node, Reshaped):
@@ -294,12 +297,19 @@ class Group:
     source: tuple[int, ...]
     target: tuple[int, ...]
 
-    def spans(self, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """The factors of each axis, of which ``counts`` says how many there are."""
-        at = 0
-        for count in counts:
-            yield self.factors[at : at + count]
-            at += count
+    @cached_property
+    def source_spans(self) -> tuple[tuple[int, ...], ...]:
+        """The factors of each axis of the source."""
+        return self._spans(self.source)
+
+    @cached_property
+    def target_spans(self) -> tuple[tuple[int, ...], ...]:
+        """The factors of each axis of the target."""
+        return self._spans(self.target)
+
+    def _spans(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        ends = [0, *accumulate(counts)]
+        return tuple(self.factors[a:b] for a, b in pairwise(ends))
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ looks at what a name holds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 from holdfast.errors import Mismatch
@@ -29,13 +29,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         text += f"(?P={name})" if name in seen else f"(?P<{name}>{'.+' if star else '[^./]+'})"
         seen.add(name)
         at = field.end()
-    rest = pattern[at:]
-    if not pattern or "{" in rest or "}" in rest:
+    if not pattern or not set("{}").isdisjoint("".join(_texts(pattern)[::3])):
         raise Mismatch(f"{pattern[:_LONGEST]!r} is no name pattern: captures are written {{i}} or {{*rest}}")
     words = re.split(r"[./]", _FIELD.sub(lambda field: "*" if field[1] else "{", pattern))
     if pattern.count("{*") > 2 or any(word.count("{") + word.count("*") > 2 for word in words):
         raise Mismatch(f"{pattern[:_LONGEST]!r}: two captures {{*x}}, and two between points, are the most")
-    return re.compile(text + re.escape(rest))
+    return re.compile(text + re.escape(pattern[at:]))
 
 
 def fields_of(pattern: str) -> tuple[str, ...]:
@@ -43,15 +42,37 @@ def fields_of(pattern: str) -> tuple[str, ...]:
     return tuple(_compiled(pattern).groupindex)
 
 
+@lru_cache(maxsize=4096)
+def finder(pattern: str) -> Callable[[str], Captures | None]:
+    """`captured` for one pattern and many names, most of which do not fit."""
+    compiled = _compiled(pattern)
+    texts = _texts(pattern)
+    begins, ends, fields = texts[0], texts[-1], sorted(compiled.groupindex)
+
+    def found(name: str) -> Captures | None:
+        if not (name.startswith(begins) and name.endswith(ends) and len(name) <= _LONGEST):
+            return None
+        match = compiled.fullmatch(name)
+        return None if match is None else tuple((field, match[field]) for field in fields)
+
+    return found
+
+
 def captured(pattern: str, name: str) -> Captures | None:
     """What a pattern captures of a name, sorted by capture; None if it does not fit."""
-    match = _compiled(pattern).fullmatch(name) if len(name) <= _LONGEST else None
-    return None if match is None else tuple(sorted(match.groupdict().items()))
+    return finder(pattern)(name)
 
 
 def filled(pattern: str, captures: Mapping[str, str]) -> str:
     """The name that a pattern makes of captures."""
-    return _FIELD.sub(lambda field: captures[field[2]], pattern)
+    texts = _texts(pattern)
+    return "".join([text if at % 3 == 0 else captures[text] for at, text in enumerate(texts) if at % 3 != 1])
+
+
+@lru_cache(maxsize=4096)
+def _texts(pattern: str) -> tuple[str, ...]:
+    """A pattern cut at its fields: a text, the star of a field or nothing, the field's name, a text, and so on."""
+    return tuple(_FIELD.split(pattern))
 
 
 def check_same(patterns: Iterable[str], others: Iterable[str], rule: str) -> None:

@@ -61,20 +61,23 @@ def compared(made: Mapping[str, Node], source: Mapping[str, object], target: Map
 def proof_of(made: Mapping[str, Node], source: Iterable[str]) -> Proof:
     """What becomes of every element of the source."""
     boxes: dict[Saved, list[Box]] = {}
-    made_up, cast = [], []
+    made_up: dict[str, None] = {}
+    cast = []
     for name, node in made.items():
         for part in parts_of(node, whole(node.shape), torch.empty(node.shape, dtype=torch.uint8, device="meta")):
             if isinstance(part, Part):
                 plain = part._replace(view=torch.empty(part.box.lengths, device="meta"))
                 boxes.setdefault(part.saved, []).extend(box for box, _ in merged_boxes(plain))
-            elif name not in made_up:
-                made_up.append(name)
+            else:
+                made_up[name] = None
         if any(isinstance(inner, Saved) and inner.dtype != node.dtype for inner in walk(node)):
             cast.append(name)
     used = {saved.name for saved in boxes}
     left_over = [name for name in source if name not in used and not _is_empty(source, name)]
     repeated = []
     for saved, those in boxes.items():
+        if those == [whole(saved.shape)]:
+            continue
         if _overlap(saved, those):
             repeated.append(saved.name)
         left_over += [f"{saved.name}{box}" for box in _missing(saved.shape, those)]

@@ -92,8 +92,8 @@ class Remapped:
             elif isinstance(node, Saved):
                 tensors[name] = old.tensors[node.name]
             else:
-                files = [old.tensors[saved.name].files for saved in saved_in(node) if old.tensors[saved.name].files]
-                first = str(spans.read(files[0]).at(0)) if files and 0 not in node.shape else ""
+                files = next((text for saved in saved_in(node) if (text := old.tensors[saved.name].files)), "0")
+                first = str(spans.read(files).at(0)) if 0 not in node.shape else ""
                 tensors[name] = TensorRecord(node.dtype, node.shape, None, first)
         return msgspec.structs.replace(old, tensors=tensors, aliases=aliases, values=made.values)
 
@@ -189,7 +189,7 @@ class RemappedFiles:
         They are the same on every rank, so that ranks can share the reading of them.
         """
         factored = {}
-        for node in dict.fromkeys(inner for made in self._made.values() for inner in walk(made)):
+        for node in (inner for made in self._made.values() for inner in walk(made)):
             if isinstance(node, Reshaped) and isinstance(node.of, Saved) and self._records[node.of.name].cells is None:
                 record, shape = self._records[node.of.name], factors_of(node)
                 if shape != record.shape:

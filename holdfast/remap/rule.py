@@ -15,7 +15,7 @@ import msgspec
 from holdfast.errors import Mismatch
 from holdfast.remap import nodes
 from holdfast.remap.nodes import Node
-from holdfast.remap.patterns import Captures, captured, filled
+from holdfast.remap.patterns import Captures, filled, finder
 
 Names = dict[str, Node]
 """Tensors by name, as the rules so far have made them."""
@@ -111,9 +111,10 @@ def replaced(
 ) -> Names:  # fmt: skip
     """The tensors that fit ``patterns``, together for equal captures, by what ``make`` makes of them."""
     groups: dict[Captures, dict[int, str]] = {}
+    finders = [finder(pattern) for pattern in patterns]
     for name in names:
-        for number, pattern in enumerate(patterns):
-            captures = captured(pattern, name)
+        for number, find in enumerate(finders):
+            captures = find(name)
             if captures is not None:
                 groups.setdefault(captures, {})[number] = name
                 break

@@ -107,12 +107,12 @@ def _check_names(made: Iterable[str], section: Section, where: object) -> None:
 
 def sections_of(manifest: Manifest) -> list[Section]:
     """The sections of a checkpoint, in its order."""
-    optimizers = _optimizers(manifest)
+    states = [(path, f"{path}/state/") for path in _optimizers(manifest)]
     sections: dict[tuple[str, str], Section] = {}
     everything = [*((name, name) for name in manifest.tensors), *manifest.aliases.items()]
     for name, stored in everything:
         record = manifest.tensors[stored]
-        owner = next((path for path in optimizers if names.under(name, f"{path}/state")), None)
+        owner = next((path for path, above in states if name.startswith(above)), None) if states else None
         if owner is None:
             prefix, slash, fqn = name.rpartition("/")
             key = (prefix + slash, "")

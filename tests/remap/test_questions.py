@@ -10,6 +10,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import Checkpoint
+from holdfast.dcp.flattened import describe
 from holdfast.errors import Damaged, Mismatch
 from holdfast.inspect.compare import compare, compare_names
 from holdfast.inspect.layout import Layouts
@@ -79,6 +80,7 @@ def test_what_it_holds(both: tuple[Checkpoint, Checkpoint]) -> None:
         assert (info.dtype, info.shape, info.nbytes) == tuple(
             getattr(mapped.tensors[name], what) for what in ("dtype", "shape", "nbytes")
         )
+        assert mapped.tensors[name].boxes == info.boxes
     assert mapped.values == native.values and mapped.value("step") == 7
     assert mapped.differing == native.differing == ["rng"]
     assert torch.equal(mapped.per_rank("rng", 0)["seed"], torch.arange(3))
@@ -205,6 +207,11 @@ def test_a_missing_file_is_seen_before_memory_is_taken(tmp_path: Path) -> None:
     Path(str(mapped.files.path(2))).unlink()
     with pytest.raises(Damaged, match="is missing"):
         holdfast.open(tmp_path / "cut", remap=mapped.remap).prove(["model/qkv"])
+
+
+def test_torch_sees_it_as_it_would_the_other(both: tuple[Checkpoint, Checkpoint]) -> None:
+    first, second = (describe(checkpoint).metadata for checkpoint in both)
+    assert first.state_dict_metadata == second.state_dict_metadata and first.planner_data == second.planner_data
 
 
 def test_the_page(both: tuple[Checkpoint, Checkpoint]) -> None:
