@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes
@@ -88,44 +89,72 @@ class Untie(Rule, frozen=True, tag="untie"):
 
 
 class Drop(Rule, frozen=True, tag="drop"):
-    """Leave tensors out."""
+    """Leave tensors out. The way back is a `Constant`, if ``shape`` is given.
+
+    ``only="back"``: the inverse alone leaves them out. Such tensors are in the target only, as ``_extra_state`` may be.
+    """
 
     name: str
+    only: Literal["", "there", "back"] = ""
+    shape: tuple[Size, ...] | None = None
+    dtype: str = "float32"
+    value: float = 0.0
+    beside: str = ""
 
     def __post_init__(self) -> None:
         fields_of(self.name)
+        if self.shape is not None:
+            as_tuples(self, shape=tuple(self.shape))
 
     def resolve(self, names: Names, scope: Scope) -> Names:
+        if self.only == "back":
+            return names
         return {name: node for name, node in names.items() if captured(self.name, name) is None}
 
     def inverse(self) -> Rule:
-        raise Mismatch(f"Drop({self.name!r}) has no inverse: what it leaves out cannot come back")
+        if self.only:
+            return Drop(self.name, "there" if self.only == "back" else "back")
+        if self.shape is None:
+            raise Mismatch(f"Drop({self.name!r}) has no inverse: what it leaves out cannot come back")
+        return Constant(self.name, self.shape, self.dtype, self.value, self.beside)
 
 
 class Constant(Rule, frozen=True, tag="constant"):
-    """Add a tensor of one number. An optimizer has no state of it."""
+    """Add a tensor of one number. An optimizer has no state of it.
+
+    ``beside``: add one for each tensor that fits this pattern, as in ``Constant("layers.{i}.bias", (8,),
+    beside="layers.{i}.weight")``.
+    """
 
     name: str
     shape: tuple[Size, ...]
     dtype: str = "float32"
     value: float = 0.0
+    beside: str = ""
 
     def __post_init__(self) -> None:
         as_tuples(self, shape=tuple(self.shape))
-        if fields_of(self.name) or not dtypes.known(self.dtype):
+        if self.beside:
+            check_same([self.name], [self.beside], "Constant")
+        if (fields_of(self.name) and not self.beside) or not dtypes.known(self.dtype):
             raise Mismatch(f"Constant: {self.name!r} has to be one name, and {self.dtype!r} a dtype of torch")
 
     def resolve(self, names: Names, scope: Scope) -> Names:
         if scope.moments:
             return names
-        check_free(self.name, names)
         shape = scope.sizes(self.shape)
         if min(shape, default=0) < 0:
             raise Mismatch(f"{self.name} cannot have shape {list(shape)}")
-        return {**names, self.name: nodes.bounded(nodes.Filled(self.dtype, shape, self.value))}
+        added = [self.name]
+        if self.beside:
+            fits = [captures for name in names if (captures := captured(self.beside, name)) is not None]
+            added = [filled(self.name, dict(captures)) for captures in fits]
+        for name in added:
+            check_free(name, names)
+        return {**names, **dict.fromkeys(added, nodes.bounded(nodes.Filled(self.dtype, shape, self.value)))}
 
     def inverse(self) -> Drop:
-        return Drop(self.name)
+        return Drop(self.name, "", self.shape, self.dtype, self.value, self.beside)
 
 
 class Reorder(Rule, frozen=True, tag="reorder"):

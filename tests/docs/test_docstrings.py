@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast import events, tools
+from holdfast import events, remap, tools
 from holdfast.storage import Place, Upload, at
 
 INTERNAL = {(holdfast.Saving, name) for name in ("begin", "committed", "end_planning", "finish", "follow", "known")}
@@ -25,6 +25,7 @@ SECTIONS = ("Args", "Attributes", "Example", "Raises", "Returns", "Yields")
 OURS = [holdfast.RNG, holdfast.Checkpoint, holdfast.CheckpointManager, holdfast.Keep, holdfast.PerRank, holdfast.Saver]
 OURS += [holdfast.Saving, holdfast.Shard, Upload]
 FUNCTIONS = [holdfast.convert, holdfast.copy, holdfast.load, holdfast.open, holdfast.save, at, events.listen]
+FUNCTIONS += [remap.megatron, remap.torchtitan]
 FUNCTIONS += [tools.drop, tools.merge, tools.recover, tools.repair, tools.rescue, tools.sign, tools.verify]
 
 
