@@ -209,7 +209,7 @@ class RemappedFiles:
     def expanded(self, wanted: Iterable[Wanted]) -> Iterator[Wanted]:
         for want in wanted:
             node = self._made.get(want.name)
-            if node is None:
+            if node is None or want.fill is not None:  # what an expansion before this one made
                 yield want
                 continue
             for part in parts_of(node, want.box, want.view):
