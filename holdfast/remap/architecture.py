@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.remap import pretrained
-from holdfast.remap.pretrained import Conversion, Resolved
+from holdfast.remap.conversion import Conversion
 from holdfast.remap.rule import Names, Rule, Scope
+
+if TYPE_CHECKING:
+    from holdfast.remap.pretrained import Resolved
 
 
 class Transformers(Rule, frozen=True, tag="transformers"):
@@ -41,6 +43,8 @@ class Transformers(Rule, frozen=True, tag="transformers"):
 
     def resolved(self, names: Names, *, moments: bool = False) -> Resolved:
         """As ``resolve``, with the names that the target lacks, and those of the source that it has no place for."""
+        from holdfast.remap import pretrained  # most programs that import holdfast need none of it
+
         empty = pretrained.Empty(self.architecture, self.config, None if moments else self.dtype, self.used)
         resolved = (pretrained.saved if self.back else pretrained.loaded)(empty, names)
         if self.back or not moments:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk.dtypes import known, torch_dtype
-from holdfast.remap import pretrained
 from holdfast.remap.architecture import Transformers
-from holdfast.remap.pretrained import Conversion
+from holdfast.remap.conversion import Conversion
 from holdfast.remap.remap import Remap
 
 if TYPE_CHECKING:
@@ -42,6 +41,8 @@ def transformers(
         >>> load("llama", {"model": model}, remap=remap)
         >>> convert("checkpoint", "export", to="huggingface", only="model", remap=remap.inverse(), extras="llama")
     """
+    from holdfast.remap import pretrained
+
     pretrained.required()
     from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 

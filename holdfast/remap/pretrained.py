@@ -11,25 +11,16 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import torch
 
 from holdfast.errors import HoldfastError, Mismatch, Unsupported
 from holdfast.ondisk.dtypes import name_of, torch_dtype
+from holdfast.remap.conversion import Conversion
 from holdfast.remap.nodes import Node, cast
 from holdfast.remap.tracing import Traced, node_of, refusals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class Conversion(msgspec.Struct, frozen=True):
-    """A conversion of transformers, by what it matches and what it makes of it."""
-
-    kind: str
-    source: tuple[str, ...]
-    target: tuple[str, ...]
-    scope: str | None = None
 
 
 class Empty(NamedTuple):
