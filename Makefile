@@ -73,6 +73,7 @@ bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.unshard
 	$(BIN)/python -m benchmarks.live_export
 	$(BIN)/python -m benchmarks.merging
+	$(BIN)/python -m benchmarks.remap
 	$(BIN)/python -m benchmarks.share
 	$(BIN)/python -m benchmarks.incremental
 	$(BIN)/python -m benchmarks.replicas
@@ -88,6 +89,7 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.unshard --quick
 	$(BIN)/python -m benchmarks.live_export --quick
 	$(BIN)/python -m benchmarks.merging --quick
+	$(BIN)/python -m benchmarks.remap --quick
 	$(BIN)/python -m benchmarks.share --quick
 	$(BIN)/python -m benchmarks.incremental --quick
 	$(BIN)/python -m benchmarks.replicas --quick
