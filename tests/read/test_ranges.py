@@ -22,6 +22,7 @@ from holdfast.ondisk.box import Box, runs, whole
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
 from holdfast.read import ranges, read
+from holdfast.read.files import AsStored
 from holdfast.read.ranges import Overlap, jobs_of, ranges_of, spans_of
 from holdfast.read.read import read_boxes
 from holdfast.read.source import ReadStats
@@ -46,7 +47,7 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(read, "source_of", lambda *args: replace(made_by(*args), gap=SMALL["GAP"]))
 
 
-class OneFile:
+class OneFile(AsStored):
     """One file that holds one tensor, in one piece that begins ``at``."""
 
     def __init__(self, folder: Path, tensor: torch.Tensor, at: int) -> None:
