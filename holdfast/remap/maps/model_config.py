@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import Mismatch, NotACheckpoint, Unsupported
-from holdfast.formats.machine.untrusted import read_json
 from holdfast.remap.naming import Rename
 from holdfast.remap.remap import AnyRule
 from holdfast.storage.place import Place
@@ -108,6 +107,8 @@ def _values_of(config: Config) -> Mapping[str, Any]:
     path = path if path.name.endswith(".json") else path / "config.json"
     if not path.is_file():
         raise NotACheckpoint(f"there is no {path}: pass the folder of a model of the hub, its config.json, or a config")
+    from holdfast.formats.machine.untrusted import read_json  # programs that need no map import no reader of formats
+
     values = read_json(path)
     if not isinstance(values, dict):
         raise NotACheckpoint(f"{path} is no config of a model: it holds a {type(values).__name__}")
