@@ -161,7 +161,7 @@ class ConvertWork:
         options, checkpoint = self.options, self.checkpoint
         known, rename = names_in(checkpoint.manifest), None if options.to == "huggingface" else options.rename
         asked = selector(options.only, known, checkpoint.path, rename=rename)
-        if isinstance(checkpoint.reader, Remapped):
+        if isinstance(checkpoint.reader, Remapped) and options.to != "huggingface":  # which has no place for optimizers
             checkpoint.reader.check_mapped(asked)
         wanted = select(checkpoint, asked)
         if not wanted.origin:

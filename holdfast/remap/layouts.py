@@ -80,8 +80,8 @@ class PermuteBlocks(EachTensor, frozen=True, tag="permute"):
         return PermuteBlocks(self.name, self.dim, tuple(self.blocks[k] for k in self.order), tuple(back))
 
 
-class Unflatten(EachTensor, frozen=True, tag="unflatten"):
-    """Make several axes of one, as `torch.unflatten` does; one of ``sizes`` may be -1."""
+class _Axes(EachTensor, frozen=True):
+    """One axis, and those that it consists of."""
 
     dim: int
     sizes: tuple[Size, ...]
@@ -89,6 +89,10 @@ class Unflatten(EachTensor, frozen=True, tag="unflatten"):
     def __post_init__(self) -> None:
         as_tuples(self, sizes=tuple(self.sizes))
         super().__post_init__()
+
+
+class Unflatten(_Axes, frozen=True, tag="unflatten"):
+    """Make several axes of one, as `torch.unflatten` does; one of ``sizes`` may be -1."""
 
     def changed(self, node: Node, scope: Scope) -> Node:
         dim = nodes.axis(node, self.dim)
@@ -99,14 +103,10 @@ class Unflatten(EachTensor, frozen=True, tag="unflatten"):
         return Flatten(self.name, self.dim, self.sizes)
 
 
-class Flatten(EachTensor, frozen=True, tag="flatten"):
+class Flatten(_Axes, frozen=True, tag="flatten"):
     """Make one axis of several, from ``dim`` on, which have to be of these ``sizes``; one of them may be -1."""
 
-    dim: int
-    sizes: tuple[Size, ...]
-
     def __post_init__(self) -> None:
-        as_tuples(self, sizes=tuple(self.sizes))
         super().__post_init__()
         if self.dim < 0:
             raise Mismatch("Flatten: dim is counted from the front")
@@ -122,14 +122,18 @@ class Flatten(EachTensor, frozen=True, tag="flatten"):
         return Unflatten(self.name, self.dim, self.sizes)
 
 
-class Pad(EachTensor, frozen=True, tag="pad"):
-    """Add elements at the ends of an axis, all of one ``value``, or copies of the element with the index ``like``."""
+class _Ends(EachTensor, frozen=True):
+    """How many elements stand at the ends of an axis, and what they are."""
 
     dim: int
     before: Size = 0
     after: Size = 0
     value: float = 0.0
     like: int | None = None
+
+
+class Pad(_Ends, frozen=True, tag="pad"):
+    """Add elements at the ends of an axis, all of one ``value``, or copies of the element with the index ``like``."""
 
     def changed(self, node: Node, scope: Scope) -> Node:
         dim, ends = nodes.axis(node, self.dim), scope.sizes((self.before, self.after))
@@ -151,14 +155,8 @@ class Pad(EachTensor, frozen=True, tag="pad"):
         return Crop(self.name, self.dim, self.before, self.after, self.value, self.like)
 
 
-class Crop(EachTensor, frozen=True, tag="crop"):
+class Crop(_Ends, frozen=True, tag="crop"):
     """Take elements away at the ends of an axis. The way back is a `Pad` with ``value`` or ``like``."""
-
-    dim: int
-    before: Size = 0
-    after: Size = 0
-    value: float = 0.0
-    like: int | None = None
 
     def changed(self, node: Node, scope: Scope) -> Node:
         dim, (before, after) = nodes.axis(node, self.dim), scope.sizes((self.before, self.after))

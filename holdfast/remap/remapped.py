@@ -38,7 +38,7 @@ from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 
 _MADE = "remap:"
-"""Stands before the stored name of a tensor that no file holds as it is. No key of a state begins so."""
+"""Begins the stored name of a tensor that no file holds as it is."""
 
 
 class Remapped:
@@ -53,19 +53,24 @@ class Remapped:
 
     @cached_property
     def _mapped(self) -> Mapped:
-        made = mapped(self._reader.manifest, self.remap, self.path)
-        for names in (names for names in made.alike if len(names) > 1):
-            values = [self._small(name) for name in names]
-            odd = next((name for name, value in zip(names, values, strict=True) if not value.equal(values[0])), None)
-            if odd is not None:
-                raise Mismatch(f"{self.path}: {names[0]} and {odd} would become one, but they are not equal")
-        return made
+        return mapped(self._reader.manifest, self.remap, self.path, self._difference)
 
-    def _small(self, name: str) -> torch.Tensor:
-        record = self._reader.manifest.tensors[name]
-        value = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
-        read_boxes(self._reader.files, [Wanted(name, record, whole(record.shape), value)])
-        return value
+    def _difference(self, alike: Sequence[tuple[str, ...]]) -> str | None:
+        """Why small tensors cannot become one: they are read, all at once, and two of them are not equal."""
+        several = [names for names in alike if len(names) > 1]
+        records = {name: self._reader.manifest.tensors[name] for names in several for name in names}
+        values = {
+            name: torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
+            for name, record in records.items()
+        }
+        wanted = [Wanted(name, record, whole(record.shape), values[name]) for name, record in records.items()]
+        if wanted:
+            read_boxes(self._reader.files, wanted)
+        for first, *others in several:
+            for other in others:
+                if not values[other].equal(values[first]):
+                    return f"{first} and {other} would become one, but they are not equal"
+        return None
 
     @cached_property
     def _stored(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ them. Reads nothing but the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from holdfast.remap.remap import Remap
 from holdfast.remap.rule import Names
 
 _GROUPS = "param_groups"
+
+Differ = Callable[[Sequence[tuple[str, ...]]], str | None]
+"""Given names of tensors that would become one, why some cannot; None if all can."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,17 @@ class Mapped:
     left_out: dict[str, str]
 
 
-def mapped(manifest: Manifest, remap: Remap, where: object) -> Mapped:
-    """What a map makes of a checkpoint. Raises Mismatch."""
+def mapped(manifest: Manifest, remap: Remap, where: object, differ: Differ = lambda alike: None) -> Mapped:
+    """What a map makes of a checkpoint. Raises Mismatch for a model that does not fit.
+
+    An optimizer that cannot follow is left out, so that the model can be had without it. ``differ`` says why tensors
+    that would become one cannot, if they are not equal.
+    """
     sections = sections_of(manifest)
     tensors: dict[str, Node] = {}
     values = dict(manifest.values)
     alike: list[tuple[str, ...]] = []
+    left_out: dict[str, str] = {}
     models: dict[str, Names] = {}
     for section in sections:
         if section.optimizer is None:
@@ -71,23 +79,38 @@ def mapped(manifest: Manifest, remap: Remap, where: object) -> Mapped:
             made = models[section.prefix]
             _check_names(made, section, where)
             tensors.update((section.full(fqn), node) for fqn, node in made.items())
-    left_out: dict[str, str] = {}
-    for section in sections:
-        if section.optimizer is not None:
-            model = _model_of(section, sections)
-            if model is not None:
-                tensors.update(_moments(section, model, remap, alike))
-            else:
-                left_out[section.optimizer] = (
-                    f"the map cannot be applied to {section.prefix}*{section.suffix}, as no model in the checkpoint "
-                    "has parameters of these names"
-                )
     for optimizer in _optimizers(manifest):
-        values = _with_groups(values, optimizer, models, sections, where)
-    gone = [path for path in left_out if path]
-    values = {name: value for name, value in values.items() if not any(names.under(name, path) for path in gone)}
-    tensors = {name: node for name, node in tensors.items() if not any(names.under(name, path) for path in gone)}
+        try:
+            moments, small = _state_of(optimizer, sections, remap)
+            followed = _with_groups(values, optimizer, models, sections)
+            why = differ(small)
+        except Mismatch as error:
+            why = str(error)
+        if why is None:
+            tensors, values = tensors | moments, followed
+            alike += small
+        else:
+            left_out[optimizer] = why
+            values = {name: value for name, value in values.items() if not name.startswith(f"{optimizer}/")}
+            tensors = {name: node for name, node in tensors.items() if not name.startswith(f"{optimizer}/")}
     return Mapped(tensors, values, tuple(alike), left_out)
+
+
+def _state_of(
+    optimizer: str, sections: Sequence[Section], remap: Remap
+) -> tuple[dict[str, Node], list[tuple[str, ...]]]:  # fmt: skip
+    """The moments of an optimizer, as the map makes them, and names of small tensors that become one."""
+    moments: dict[str, Node] = {}
+    alike: list[tuple[str, ...]] = []
+    for section in (one for one in sections if one.optimizer == optimizer):
+        model = _model_of(section, sections)
+        if model is None:
+            raise Mismatch(
+                f"the map cannot be applied to {section.prefix}*{section.suffix}, as no model in the checkpoint has "
+                "parameters of these names"
+            )
+        moments.update(_moments(section, model, remap, alike))
+    return moments, alike
 
 
 def _is_changed(made: Names, tensors: Mapping[str, Saved]) -> bool:
@@ -157,8 +180,7 @@ def _moments(section: Section, model: Section, remap: Remap, alike: list[tuple[s
             continue
         if not (isinstance(weights[target], Saved) or all(saved.shape in ((), (1,)) for saved in theirs)):
             raise Mismatch(
-                f"{described(theirs[0])} is not laid out like its parameter, so it cannot follow the map to {target}: "
-                "load the model alone (only=), or without a map"
+                f"{described(theirs[0])} is not laid out like its parameter, so it cannot follow the map to {target}"
             )
         made[section.full(target)] = theirs[0]
         alike.append(tuple(saved.name for saved in theirs))
@@ -166,8 +188,8 @@ def _moments(section: Section, model: Section, remap: Remap, alike: list[tuple[s
 
 
 def _with_groups(
-    values: dict[str, Any], optimizer: str, models: Mapping[str, Names], sections: Iterable[Section], where: object
-) -> dict[str, Any]:
+    values: dict[str, Any], optimizer: str, models: Mapping[str, Names], sections: Iterable[Section]
+) -> dict[str, Any]:  # fmt: skip
     """The values, with the target's names of parameters in an optimizer's groups and of what it keeps of each."""
     groups, state = f"{optimizer}/{_GROUPS}/", f"{optimizer}/state/"
     of_group: dict[str, str] = {}
@@ -184,7 +206,7 @@ def _with_groups(
     for target, fqns in origins.items():
         numbers = {of_group[fqn] for fqn in fqns if fqn in of_group}
         if len(numbers) > 1:
-            raise Mismatch(f"{where}: {target} is made of parameters in several groups of {optimizer}: {fqns}")
+            raise Mismatch(f"{target} is made of parameters in several groups of {optimizer}: {', '.join(fqns)}")
         for number in numbers:
             targets.setdefault(number, []).append(target)
     below: dict[str, dict[str, Any]] = {}

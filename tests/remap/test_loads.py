@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,56 @@ def test_steps_that_differ_do_not_become_one(tmp_path: Path) -> None:
     into = {"model": native, "optim": torch.optim.AdamW(native.parameters())}
     with pytest.raises(Mismatch, match=r"q_proj.weight/step and .*k_proj.weight/step would become one"):
         holdfast.load(tmp_path / "c", into, remap=HUB_TO_NATIVE)
+
+
+def _partly_frozen(tmp_path: Path) -> None:
+    model = Hub()
+    optimizer = trained(model)
+    del optimizer.state[model.layers[0].q_proj.weight]
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "c")
+
+
+def _in_two_groups(tmp_path: Path) -> None:
+    model = Hub()
+    keys = [layer.k_proj.weight for layer in model.layers]
+    others = [one for one in model.parameters() if all(one is not key for key in keys)]
+    optimizer = torch.optim.AdamW([{"params": keys, "weight_decay": 0.0}, {"params": others}])
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "c")
+
+
+def _of_other_shapes(tmp_path: Path) -> None:
+    model = Hub()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("save", "why"),
+    [
+        (_partly_frozen, "goes together with layers.0.q_proj.weight, which is not there"),
+        (_in_two_groups, "is made of parameters in several groups of optim: layers.0.q_proj"),
+        (_of_other_shapes, "is not laid out like its parameter"),
+    ],
+)
+def test_an_optimizer_that_cannot_follow_leaves_the_model_to_be_loaded(
+    tmp_path: Path, save: Callable[[Path], None], why: str
+) -> None:
+    save(tmp_path)
+    checkpoint = holdfast.open(tmp_path / "c", remap=HUB_TO_NATIVE)
+    assert why in checkpoint.left_out["optim"] and not any(name.startswith("optim") for name in checkpoint.tensors)
+    native = Native()
+    holdfast.load(tmp_path / "c", {"model": native}, only="model", remap=HUB_TO_NATIVE)
+    assert same(native.state_dict(), checkpoint.state_dict("model")["model"])
+    with pytest.raises(Mismatch, match=r"Leave the optimizer out, as in only="):
+        into = {"model": native, "optim": torch.optim.AdamW(native.parameters())}
+        holdfast.load(tmp_path / "c", into, remap=HUB_TO_NATIVE)
+    with pytest.raises(Mismatch, match=r"Leave the optimizer out, as in only="):
+        holdfast.convert(tmp_path / "c", tmp_path / "native", remap=HUB_TO_NATIVE)
+    converted = holdfast.convert(tmp_path / "c", tmp_path / "hub", to="huggingface", remap=HUB_TO_NATIVE)
+    assert len(converted.tensors) + len(converted.tied) == len(native.state_dict())
 
 
 @pytest.mark.parametrize("to", ["huggingface", "torch", "dcp", "holdfast"])
