@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from holdfast.storage.store_place import StorePlace
 from tests import pool
 from tests.export import states
 from tests.export.conftest import source
-from tests.patience import wait_until
+from tests.export.killing import killed_in_its_middle
 
 __all__ = ["source"]  # the fixture
 
@@ -48,19 +47,7 @@ def convert_and_be_killed(path: str, target: str, to: Any, victim: int) -> None:
     """Convert unit by unit, and be killed when the second is written and the first is noted."""
     if (dist.get_rank() if dist.is_initialized() else 0) != victim:
         holdfast.convert(path, target, to=to, deadline=6)
-    copying.SYNC = copying.WORKERS = 1
-    written: list[holdfast.events.Event] = []
-
-    def kill(event: holdfast.events.Event) -> None:
-        if event.kind == "advance":
-            written.append(event)
-        if len(written) > 1:
-            journals = Path(f"{target}.partial", "journal")
-            wait_until(lambda: any(journal.stat().st_size for journal in journals.iterdir()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with holdfast.events.listen(kill):
-        holdfast.convert(path, target, to=to, deadline=6)
+    killed_in_its_middle(target, lambda: holdfast.convert(path, target, to=to, deadline=6))
 
 
 @pytest.mark.parametrize("to", FORMATS)

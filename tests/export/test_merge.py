@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import holdfast
-from holdfast.export import copying, draft, summing
+from holdfast.export import draft, summing
 from holdfast.export.merge import ema_weights
 from holdfast.export.work import Converted
 from holdfast.remap import Remap, Rename, Transpose
@@ -29,9 +27,9 @@ from holdfast.storage.store_place import StorePlace
 from holdfast.tools import merge
 from tests import pool
 from tests.export import states
+from tests.export.killing import killed_in_its_middle
 from tests.formats.truth import GOLDEN
 from tests.marks import examples
-from tests.patience import wait_until
 
 WEIGHTS = (0.1, 0.2, 0.3, 0.4)
 ROWS, WIDTH = 2501, 2003
@@ -241,19 +239,7 @@ def test_the_same_bytes_on_one_and_on_two_ranks(
 
 def merge_and_be_killed(paths: list[str], target: str) -> None:
     """Merge window by window, and be killed when the second is written and the first is noted."""
-    copying.SYNC = copying.WORKERS = 1
-    advances: list[holdfast.events.Event] = []
-
-    def kill(event: holdfast.events.Event) -> None:
-        if event.kind == "advance":
-            advances.append(event)
-        if len(advances) > 1:
-            journals = Path(f"{target}.partial", "journal")
-            wait_until(lambda: any(journal.stat().st_size for journal in journals.iterdir()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with holdfast.events.listen(kill):
-        merge(paths, target)
+    killed_in_its_middle(target, lambda: merge(paths, target))
 
 
 def test_killed_the_same_call_goes_on(sources: list[Path], tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +9,12 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.export import copying
 from holdfast.remap import Remap, Rename
 from holdfast.storage.local.local import Local
 from holdfast.storage.store_place import StorePlace
 from tests import pool
 from tests.export import states
-from tests.patience import wait_until
+from tests.export.killing import killed_in_its_middle
 from tests.remap import mesh_trials
 from tests.remap.mesh_trials import SMALL, WIDE, sized
 from tests.remap.models import HUB_TO_NATIVE, translated
@@ -69,19 +66,7 @@ def test_into_a_store(cells: tuple[str, dict[str, torch.Tensor]], tmp_path: Path
 
 def converted_and_killed(source: str, target: str) -> None:
     """Convert window by window, and be killed when the second is written and the first is noted."""
-    copying.SYNC = copying.WORKERS = 1
-    advances: list[holdfast.events.Event] = []
-
-    def kill(event: holdfast.events.Event) -> None:
-        if event.kind == "advance":
-            advances.append(event)
-        if len(advances) > 1:
-            journals = Path(f"{target}.partial", "journal")
-            wait_until(lambda: any(journal.stat().st_size for journal in journals.iterdir()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with holdfast.events.listen(kill):
-        converted(source, target, {"to": "huggingface"}, WIDE_TO_HUB)
+    killed_in_its_middle(target, lambda: converted(source, target, {"to": "huggingface"}, WIDE_TO_HUB))
 
 
 def test_killed_the_same_map_goes_on_and_another_does_not(tmp_path: Path) -> None:
