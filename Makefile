@@ -15,6 +15,9 @@ FUZZ_TARGETS ?= manifest values datafile part url dcp megatron olmo deepspeed to
 SOAK_MINUTES ?= 60
 SOAK_SEED    ?=  # drawn and printed if it is empty
 
+# Tests start hundreds of processes. Without bytecode each of them compiles the package, and each worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-torch test-all zoo outside soak fuzz lint docs docs-serve bench bench-quick gpu gpu-wheels gpu-page clean
 
@@ -36,8 +39,9 @@ test-torch: $(READY)  ## the fast tests on another torch, in an environment of i
 	.venv/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet -e ".[dev]"
 	OMP_NUM_THREADS=1 .venv/$(TORCH)/bin/python -m pytest $(FAST)
 
-test-all: lint  ## lint and all tests, one at a time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+test-all: lint  ## lint and all tests: some at a time, then those that are about time, one at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not timed" -n $(JOBS) --dist worksteal --durations=25 --durations-min=2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m timed
 
 zoo: $(ZOO)/ready  ## hundreds of optimizers, modules and loaders of 30 libraries, beside torch's own load; ONLY=adam for a part
 	PYTHONPATH=. OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(ZOO)/bin/python -m zoo $(if $(ONLY),--only $(ONLY),--page zoo/results.md)
