@@ -25,7 +25,7 @@ CROWDED = 40
 
 # A process that has imported what ranks need, and is forked for each of them: importing it costs each some 4 s.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.meshes"])
+context.set_forkserver_preload(["tests.one_mesh", "tests.meshes"])
 
 
 @dataclass
