@@ -11,7 +11,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,9 +142,6 @@ class Bench:
     def close(self) -> None:
         for pool in self.pools.values():
             pool.close()
-        _delete(self.work)
-        with suppress(OSError):
-            self.work.parent.rmdir()  # unless it holds what is not ours
 
 
 def measure_all(bench: Bench, scale: Scale) -> None:

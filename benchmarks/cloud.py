@@ -22,7 +22,7 @@ import torch
 from benchmarks import cloud_jobs, cloud_report
 from benchmarks.cloud_rows import LOAD, LOAD_BY_LESS, MODEL, SAVE, SAVE_BY_MORE, Rows, judge
 from benchmarks.cloud_systems import SYSTEMS, Where
-from benchmarks.frame import machine, options_of, say, write
+from benchmarks.frame import machine, options_of, say, stoppable, write
 from benchmarks.gauge import Spent
 from benchmarks.jobs import LoadCost
 from benchmarks.pool import JobFailed, Pool
@@ -215,7 +215,7 @@ def main() -> int:
     if options.bandwidth:
         links.append(Link(f"{late}, {options.bandwidth:g} MB/s", LATENCY, options.bandwidth * 1e6))
     began = time.monotonic()
-    with ExitStack() as stack:
+    with stoppable(), ExitStack() as stack:
         try:
             server = ceph.start()
         except Unavailable as reason:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -77,20 +80,44 @@ class Pool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank, args=(theirs, rank, self.size, port), daemon=self.daemon)
+            self._ranks.append((process, ours))  # before it starts, so that `close` ends it whenever this is stopped
             process.start()
             theirs.close()
-            self._ranks.append((process, ours))
 
     def close(self) -> None:
-        """End the ranks, also those that hang."""
-        for _, pipe in self._ranks:
+        """End the ranks, also those that hang, and the processes that they started."""
+        ranks, self._ranks = [one for one in self._ranks if one[0].pid], []
+        started = [one for process, _ in ranks for one in _started_by(process.pid)]
+        for _, pipe in ranks:
             pipe.close()
-        for process, _ in self._ranks:
-            process.join(timeout=2)
+        until = monotonic() + 2
+        for process, _ in ranks:
+            process.join(timeout=max(until - monotonic(), 0))
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._ranks.clear()
+        for pid, began in started:
+            if _began(pid) == began:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _started_by(pid: int) -> list[tuple[int, str]]:
+    """The processes below this one, each with the time at which it began, as pids are given again."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return [(child, _began(child)) for child in children] + [one for child in children for one in _started_by(child)]
+
+
+def _began(pid: int) -> str:
+    """In ticks since the machine began; nothing if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 def _rank(pipe: Connection, rank: int, size: int, port: int) -> None:

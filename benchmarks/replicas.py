@@ -105,12 +105,12 @@ def main() -> int:
     layers, turns = (QUICK, 2) if options.quick else (FULL, TURNS)
     nbytes = layers * 2048 * 4096 * 4
     print(f"{RANKS} ranks hold the same {nbytes / 1e9:.2f} GB; {turns} turns of each")
-    pool = Pool(RANKS)
-    try:
-        with folder(options.dir, "replicas") as work:
+    with folder(options.dir, "replicas") as work:
+        pool = Pool(RANKS)
+        try:
             told = pool.run(job, str(work), layers, turns)
-    finally:
-        pool.close()
+        finally:
+            pool.close()
     rows = {system: [max(turn) for turn in zip(*(rank[system] for rank in told), strict=True)] for system in told[0]}
     show(rows, nbytes)
     facts = {"bytes": nbytes, "ranks": RANKS, **machine()}
