@@ -13,8 +13,8 @@ from benchmarks.frame import folder
 from benchmarks.pool import Pool
 
 WRITE_ON = """
-import itertools, pathlib, sys
-work = pathlib.Path(sys.argv[1])
+import itertools, os, pathlib, sys
+work = pathlib.Path(sys.argv[1]) / str(os.getpid())
 for number in itertools.count():
     (work / str(number)).mkdir(parents=True, exist_ok=True)
     (work / str(number) / "data").write_bytes(b"data")
