@@ -19,7 +19,7 @@ SOAK_SEED    ?=  # drawn and printed if it is empty
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch test-all zoo outside soak fuzz lint docs docs-serve bench bench-quick gpu gpu-wheels gpu-page clean
+.PHONY: help demo test test-torch test-all zoo outside soak fuzz lint docs docs-serve bench bench-quick evidence gpu gpu-wheels gpu-page clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -85,6 +85,7 @@ bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.values
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.compression
 	$(PEERS)/bin/python -m benchmarks.cloud
 
 bench-quick: $(READY) $(PEERS)/ready  ## the same in small
@@ -101,7 +102,13 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.values --quick
 	$(BIN)/python -m benchmarks.verify --quick
 	$(BIN)/python -m benchmarks.scale --quick
+	$(BIN)/python -m benchmarks.compression --quick
 	$(PEERS)/bin/python -m benchmarks.cloud --quick
+
+# A run of evidence/runs.py sets up what it needs; `cloud` needs what `make bench` installs.
+evidence: $(READY) $(if $(filter cloud,$(RUN)),$(PEERS)/ready)  ## what of the long runs holds for this code; RUN="soak share" runs these first
+	$(if $(strip $(RUN)),$(BIN)/python -m evidence run $(RUN))
+	$(BIN)/python -m evidence
 
 # What one GPU can tell, on a machine that is lent without a network: nothing is installed there, what its Python lacks
 # comes as wheels. In small (SMALL=1) all of it runs on the CPU.

@@ -197,4 +197,4 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[list[str]]) -> lis
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return f"|{'|'.join(cells)}|"  # without blanks: the pages are counted in words, and a lone bar is none

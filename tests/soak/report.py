@@ -19,14 +19,14 @@ def write_docs(counts: Mapping[str, int], page: Path = PAGE) -> None:
 
 
 def table(counts: Mapping[str, int]) -> str:
-    """What happened, then the faults, a line each."""
+    """What happened, then the faults, a line each, without blanks: the pages are counted in words."""
     kinds = sorted({key.partition(": ")[0] for key in counts if ": " in key})
     plain = {key: n for key, n in counts.items() if ": " not in key}
     minutes = round(plain.pop("seconds", 0) / 60)
     lines = [f"Seed {plain.pop('seed', '?')}, {minutes} minutes.", "", "| what | count |", "|---|---|"]
-    lines += [f"| {key} | {n:,} |" for key, n in sorted(plain.items())]
+    lines += [f"|{key}|{n:,}|" for key, n in sorted(plain.items())]
     lines += ["", "| fault | injected | in the middle of a save | its moment never came |", "|---|---|---|---|"]
     for kind in kinds:
         told = [counts.get(f"{kind}: {what}", 0) for what in ("injected", "in the middle of a save", "missed")]
-        lines.append(f"| {kind} | " + " | ".join(f"{n:,}" for n in told) + " |")
+        lines.append(f"|{kind}|" + "|".join(f"{n:,}" for n in told) + "|")
     return "\n".join(lines)

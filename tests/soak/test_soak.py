@@ -74,4 +74,4 @@ def test_counts_become_a_table_of_the_page(tmp_path: Path) -> None:
     write_docs({"seed": 1, "seconds": 3600, "episodes": 1234, "kill: injected": 3, "kill: missed": 1}, page)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert "60 minutes" in text and "| episodes | 1,234 |" in text and "| kill | 3 | 0 | 1 |" in text
+    assert "60 minutes" in text and "|episodes|1,234|" in text and "|kill|3|0|1|" in text
