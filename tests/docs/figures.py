@@ -16,6 +16,7 @@ _UNIT = (
 _FIGURE = re.compile(rf"(?<![\w.#-])(?P<all>\d[\d,]*(?:\.\d+)?\s?(?:{_UNIT})(?![\w/])|\d+\.\d+ of\b)")
 _PRODUCT = re.compile(r"\d[\d,]*\s?×\s?\d|[a-z]+ × |\d \w+ × ", re.IGNORECASE)
 _LINK = re.compile(r"\((?:docs/)?(?:trust\.md)?#run-(?P<name>[\w.-]+)\)")
+_ROW = re.compile(r'<a id="run-(?P<name>[\w.-]+)"></a>')
 _CODE = re.compile(r"`[^`]*`")
 _SETTING = re.compile(r"\bdefault|\bat most\b|\blimit|\bbound|\bblocks? of \d|\(\d+ [KMGT]i?B\)", re.IGNORECASE)
 """What makes a number a setting, a limit or part of the format, and nothing that was measured."""
@@ -23,7 +24,7 @@ _SETTING = re.compile(r"\bdefault|\bat most\b|\blimit|\bbound|\bblocks? of \d|\(
 
 @dataclass(frozen=True)
 class Figure:
-    """``context``: the sentence or the line of a table that it stands in; ``runs``: those that its section links to."""
+    """``context``: the sentence or line of a table; ``runs``: those that its section links to or has the rows of."""
 
     page: str
     line: int
@@ -40,7 +41,8 @@ def figures(page: str, text: str) -> list[Figure]:
     """All figures of a page outside of blocks of code and of `code`."""
     found = []
     for section in _sections(text.split("\n")):
-        runs = tuple(links("\n".join(line for _, line in section)))
+        whole = "\n".join(line for _, line in section)
+        runs = (*links(whole), *(row["name"] for row in _ROW.finditer(whole)))
         for line, sentence in _sentences(section):
             plain = _PRODUCT.sub(" ", _CODE.sub("", sentence))
             found += [Figure(page, line, one["all"], sentence, runs) for one in _FIGURE.finditer(plain)]

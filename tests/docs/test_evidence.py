@@ -96,6 +96,11 @@ def test_the_finder_passes_over_what_is_no_claim(text: str) -> None:
     assert found(text) == []
 
 
+def test_the_table_of_runs_needs_no_link_to_itself() -> None:
+    assert found('# Runs\n\n|<a id="run-soak"></a>soak|passed|60 min|') == []
+    assert found("# Runs\n\n|soak|passed|60 min|") == ["60 min"]
+
+
 def test_a_default_excuses_its_own_sentence_alone() -> None:
     assert found("The default is 25 seconds. A save takes 3 s.") == ["3 s"]
 
