@@ -48,6 +48,7 @@ class Served(ThreadingHTTPServer):
     """The server, before and while it runs. ``url`` is what to open; it holds the token."""
 
     daemon_threads = True
+    request_queue_size = MOST  # or connections that come at once wait a second and more to be tried again
 
     def __init__(self, page: Callable[[], str], routes: dict[str, Answer], *, port: int = 0) -> None:
         """``page``: makes the document, once. ``routes``: words below the page, and who answers. 0 is any free port.

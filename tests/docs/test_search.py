@@ -45,16 +45,14 @@ def search(site: Path) -> Iterator[Search]:
         page.on("request", lambda request: asked.append(request.url))
         page.goto((site / "index.html").as_uri())
         field = page.locator("input.md-search__input")
-        answers, count = page.locator(".md-search-result__link"), page.locator(".md-search-result__meta")
+        answers = page.locator(".md-search-result__link:not(.earlier)")
 
         def ask(words: str) -> list[str]:
-            field.fill("")
-            field.press_sequentially(words[:-1])
-            said = count.inner_text()
-            field.press_sequentially(words[-1])
-            page.wait_for_timeout(300)
-            assert said is not None
-            answers.first.wait_for(state="attached", timeout=60_000)
+            # Answers replace those of earlier words, and one key brings them, for all of the words.
+            answers.evaluate_all("links => links.forEach(link => link.classList.add('earlier'))")
+            field.fill(words)
+            field.press("End")
+            answers.first.wait_for(state="attached", timeout=120_000)
             links = [answers.nth(i).get_attribute("href") or "" for i in range(min(5, answers.count()))]
             return [re.sub(r"\.html.*", "", link.rpartition("/")[2]) for link in links]
 

@@ -306,7 +306,10 @@ def test_close_gives_up_when_nothing_moves(tmp_path: Path, caplog: pytest.LogCap
     assert sorted(store.commits) == [2, 3], "a manager that is opened and closed uploads what is left"
 
 
-def test_training_that_fails_does_not_wait_for_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_that_fails_does_not_wait_for_uploads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.manager.STOPS", 0.2)  # the journal is in the same store
     store = Moody()
     store.free.clear()
     with pytest.raises(ZeroDivisionError), _manager(StorePlace(store, "run"), tmp_path / "fast", grace=0.2) as manager:
