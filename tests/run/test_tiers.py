@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import CheckpointManager, Keep
+from holdfast.formats.own import read_manifest
 from holdfast.run.keep import is_due, next_upload
 from holdfast.run.tiers import outage, uploader
 from holdfast.run.tiers.home import Durability
@@ -317,6 +318,28 @@ def test_training_that_fails_does_not_wait_for_uploads(
         raise ZeroDivisionError
     store.free.set()
     assert _warnings(caplog, "steps 1. They are in") == 1 and not store.commits
+
+
+def test_training_that_fails_does_not_wait_for_an_upload_that_cannot_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The uploader may be within a request that never ends; the test runs into its time limit if it is waited for."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stuck(path: Any) -> Any:
+        begun.set()
+        go_on.wait(1000)
+        return read_manifest(path)
+
+    monkeypatch.setattr(uploader, "read_manifest", stuck)
+    monkeypatch.setattr(uploader, "LEAVE", 0.05)
+    with pytest.raises(ZeroDivisionError), _manager(
+        StorePlace(Moody(), "run"), tmp_path / "fast", deadline=1000
+    ) as manager:  # fmt: skip
+        _train(manager, 1)
+        assert begun.wait(240)
+        raise ZeroDivisionError
+    go_on.set()
 
 
 @pytest.mark.parametrize("when", ["before", "within", "after"])

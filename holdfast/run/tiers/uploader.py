@@ -84,14 +84,14 @@ class Uploader:
             self._changed.notify_all()
 
     def close(self, *, timeout: float | None, patience: float) -> None:
-        """Wait until nothing is left to upload, then stop; Idempotent.
+        """Wait until nothing is left to upload, then stop; not at all after `stop`. Idempotent.
 
         No longer than ``timeout`` seconds, and not if nothing has moved on any node for ``patience`` seconds.
         """
         now = began = time.monotonic()
         last, moved, moves = now, self._moved, 0
         try:
-            while not self._finished() and self._alive():
+            while not self._stop.is_set() and not self._finished() and self._alive():
                 now = time.monotonic()
                 count = self._nodes.moves(moved=self._moved != moved)
                 if (count, self._moved) != (moves, moved):
