@@ -62,7 +62,7 @@ def read(name: str, folder: Path = ROWS) -> Row | None:
 
 
 def state(run: Run, row: Row | None) -> State:
-    """What the row says of the code as it stands now."""
+    """What the row says of the code as it stands now, for the command."""
     if row is None:
         return "not run"
     return row.result if row.digest == digest(run) else "stale"
