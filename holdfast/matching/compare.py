@@ -149,7 +149,8 @@ class _Comparison:
                 self.missing.append(name)
                 continue
             self.claimed.update(stored)
-            self.misfits += self._untied(entry, stored)
+            if len(stored) > 1:
+                self.misfits += self._untied(entry, stored)
             self._tensor(stored[0], entry)
 
     def _untied(self, entry: Entry, stored: Sequence[str]) -> Iterator[str]:
@@ -254,7 +255,8 @@ class _Comparison:
 
 
 def _shares_elements(tensor: torch.Tensor) -> bool:
-    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    strides = tensor.stride()
+    return 0 in strides and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True))
 
 
 _PART = 16 << 20

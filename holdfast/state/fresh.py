@@ -33,7 +33,7 @@ def plain_tensors() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        # Only where it is needed: within it each call of a tensor goes through Python, half a second for 20,000 tensors.
+        # Only where it is needed: within it each call of a tensor goes through Python, half the time of small tensors.
         if torch.get_default_device() != HOST:
             stack.enter_context(HOST)
         yield
