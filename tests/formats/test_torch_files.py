@@ -265,6 +265,27 @@ def test_storages_from_any_device(location: str, new: bool) -> None:
         assert same(read(_relocated(saved(tensor, new=False), location)), tensor)
 
 
+def test_one_pickle_in_many_archives() -> None:
+    """What a pickle of one tensor says is worked out once: its bytes, and their faults, are those of each archive."""
+    shared = torch.arange(40.0)
+    for tensor in (shared[8:20].clone(), shared[8:20], torch.arange(12).reshape(3, 4)):
+        for number in range(3):
+            tensor += number
+            assert same(read(saved(tensor)), tensor)
+    data = saved(torch.ones(50))
+    assert same(read(data), torch.ones(50))
+    for change, message in ((lambda held: held[:-4], "truncated or contradicts itself"), (None, "does not hold")):
+        target = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(target, "w") as new:
+            for name in old.namelist():
+                if not name.endswith("/data/0"):
+                    new.writestr(name, old.read(name))
+                elif change is not None:
+                    new.writestr(name, change(old.read(name)))
+        with pytest.raises(Damaged, match=message):
+            read(target.getvalue())
+
+
 def test_storages_laid_at_any_alignment() -> None:
     from torch.utils.serialization import config
 

@@ -37,8 +37,8 @@ _RUN = 8 << 20
 """Objects that follow each other in a file are read together up to this many bytes."""
 
 _READ = 1 << 20
-_ENDS = 1024
-"""How much of an archive's beginning and end is read to find the tensor in it."""
+_ENDS, _WHOLE = 1024, 8 << 10
+"""How much of an archive's beginning and end is read to find the tensor in it; all of one of up to so many bytes."""
 
 
 class Entry(NamedTuple):
@@ -154,7 +154,7 @@ class _Ends:
 
 
 def _ends(source: File, begin: int, nbytes: int) -> _Ends:
-    if nbytes <= 2 * _ENDS:
+    if nbytes <= _WHOLE:
         head = tail = source.read(begin, nbytes)
     else:
         head, tail = source.read(begin, _ENDS), source.read(begin + nbytes - _ENDS, _ENDS)
