@@ -23,8 +23,11 @@ import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
 from holdfast.commit import folder as folder_module
+from holdfast.errors import StorageError
+from holdfast.ondisk.manifest import NOTES
 from holdfast.saving import Saving
 from holdfast.saving.background import BackgroundSave
+from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.write import file_writer
 from tests import pool
@@ -109,6 +112,30 @@ def test_best_by_metric(tmp_path: Path) -> None:
             manager.step(step, _state(step), metric=loss)
         manager.wait()
         assert manager.steps() == [5, 8]
+
+
+def test_a_disk_that_does_not_tell_the_metric_costs_no_step(tmp_path: Path) -> None:
+    """The best step is not taken for one without a metric; the next sweep that can read deletes what is too much."""
+
+    def fail(call: disk.Call, do: Any) -> Any:
+        if call.verb in ("open", "read") and call.path.endswith(NOTES):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), call.path)
+        return do()
+
+    with CheckpointManager(tmp_path / "run", every=1, keep=Keep(last=1, best=1)) as manager:
+        manager.step(1, _state(1), metric=1.0)
+        manager.step(2, _state(2), metric=2.0)
+        manager.wait()
+        assert manager.steps() == [1, 2]
+        with disk.hooked(fail):
+            manager.step(3, _state(3), metric=3.0)
+            manager.wait()
+            assert manager.steps() == [1, 2, 3]
+            with pytest.raises(StorageError, match="Input/output error"):
+                manager.best()
+        manager.step(4, _state(4), metric=4.0)
+        manager.wait()
+        assert manager.steps() == [1, 4]
 
 
 @pytest.mark.parametrize(

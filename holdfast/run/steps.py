@@ -291,7 +291,7 @@ class Steps:
                 log.warning("%s cannot be looked at: %s", path, error)
 
     def metric(self, path: Place) -> float | None:
-        """The metric that a step was saved with; None if it was saved without."""
+        """The metric that a step was saved with; None if it was saved without. Raises StorageError."""
         if path.name not in self._metrics or not path.is_remote:
             self._metrics[path.name] = metric_of(path)
         return self._metrics[path.name]

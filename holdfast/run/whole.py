@@ -10,7 +10,7 @@ import msgspec
 from holdfast.checkpoint import Checkpoint
 from holdfast.commit.reused import root_of
 from holdfast.commit.sections import dropped_of
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Unsupported
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk.manifest import NOTES, Manifest, is_reused, origin_of, sibling_of
 from holdfast.storage.place import Place
@@ -65,8 +65,14 @@ def note_of(metric: float | None) -> bytes:
 
 
 def metric_of(path: Place) -> float | None:
-    """The metric that a manager noted with a step; None if it noted none, or it cannot be read."""
+    """The metric that a manager noted with a step; None if it noted none, or what it noted is damaged.
+
+    Raises StorageError if the disk or store does not tell: to take the step for one without a metric would delete the
+    best one.
+    """
     try:
         return msgspec.json.decode(Checkpoint(path).attachment(NOTES), type=_Notes).metric
+    except StorageError:
+        raise
     except (HoldfastError, KeyError, msgspec.MsgspecError):
         return None
