@@ -61,6 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         named = {value for value in told.params.values() if isinstance(value, str)} if told else set()
         if FETCHED & {*getattr(item, "fixturenames", ()), *named}:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))  # minutes on a quiet machine
 
 
 @pytest.fixture(scope="session", autouse=True)

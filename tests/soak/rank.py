@@ -124,7 +124,7 @@ class Rank:
         safe = [s for s in manager.steps() if manager.durability(s).store] if episode.run.tiers else []
         if last is None:
             return LOST
-        self.tell("ended", last, safe, _left_behind(before))
+        self.tell("ended", last, safe, _left_behind(before)[:8])  # a longer line is cut
         return 0
 
     def _train(self, manager: holdfast.CheckpointManager, state: State, step: int) -> int | None:
