@@ -64,7 +64,7 @@ def table(rows: Mapping[str, Row | None]) -> str:
         lines += [_line(name, one, alike=alike) for name, one in done.items()]
     missing = [f'<a id="{anchor(name)}"></a>{name}' for name in rows if name not in done]
     if missing:
-        lines += [*([""] if done else []), f"Not run: {', '.join(missing)}."]
+        lines += [*([""] if done else []), f"No row yet: {', '.join(missing)}."]
     return "\n".join(lines)
 
 

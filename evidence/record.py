@@ -52,12 +52,8 @@ class NotRecorded(Exception):
 def record(run: Run, folder: Path = row.ROWS, root: Path = ROOT) -> Row:
     """Run it and write its row, also if it fails. Raises NotRecorded."""
     command = [_expanded(word, run.name) for word in run.command]
-    before, commit, clean, load = (
-        digest(run, root),
-        _git(root, "rev-parse", "HEAD"),
-        _is_clean(root),
-        os.getloadavg()[0],
-    )
+    before, load = digest(run, root), os.getloadavg()[0]
+    commit, clean = _git(root, "rev-parse", "HEAD"), _is_clean(root)
     began, clock, wall = datetime.now(timezone.utc), time.monotonic(), time.time()
     code, text = _run(run, command, root)
     seconds = time.monotonic() - clock
@@ -65,11 +61,11 @@ def record(run: Run, folder: Path = row.ROWS, root: Path = ROOT) -> Row:
     if digest(run, root) != before:
         raise NotRecorded(f"{run.name}: code that it exercises changed meanwhile; there is no new row. Run it again")
     figures = _figures(root / run.figures, wall) if run.figures else None
-    found = counts.read(run.output, text, figures)
+    counted = counts.read(run.output, text, figures)
     why = [
         *([f"ended with {code}"] if code else []),
-        *counts.bad(found),
-        *([] if found else ["its counts are missing"]),
+        *counts.bad(counted),
+        *([] if counted else ["its counts are missing"]),
     ]
     facts = {**_machine(run, root), "load": round(load, 1)}
     made = Row(
@@ -81,7 +77,7 @@ def record(run: Run, folder: Path = row.ROWS, root: Path = ROOT) -> Row:
         clean=clean,
         digest=before,
         machine=facts,
-        counts=found,
+        counts=counted,
         result="failed" if why else "passed",
         why=why,
         figures=figures,
@@ -103,8 +99,8 @@ def _run(run: Run, command: list[str], root: Path) -> tuple[int, str]:
     """Its exit status and its output."""
     log = root / LOGS / f"{run.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
-    kept_ones = {name: value for name, value in os.environ.items() if name not in NARROWING}
-    environment = {**kept_ones, **run.environment, "PYTHONUNBUFFERED": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in NARROWING}
+    environment = {**inherited, **run.environment, "PYTHONUNBUFFERED": "1"}
     with log.open("w+", errors="replace") as kept, _sigterm_as_interrupt():
         process = subprocess.Popen(
             command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -160,8 +156,8 @@ def _figures(path: Path, began: float) -> Mapping[str, Any] | None:
     """What the run wrote there; None if it wrote nothing."""
     if not path.exists() or path.stat().st_mtime < began - 1:
         return None
-    told = json.loads(path.read_text())
-    return {"bars": told["bars"], "rows": told["rows"]}
+    written = json.loads(path.read_text())
+    return {"bars": written["bars"], "rows": written["rows"]}
 
 
 def _machine(run: Run, root: Path) -> dict[str, str | int | float]:

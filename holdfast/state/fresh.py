@@ -34,7 +34,7 @@ def plain_tensors() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         # Only where it is needed: within it each call of a tensor goes through Python, half the time of small tensors.
-        if torch.get_default_device() != HOST:
+        if torch.empty(0).device != HOST:
             stack.enter_context(HOST)
         yield
 

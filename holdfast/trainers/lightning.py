@@ -20,7 +20,7 @@ from holdfast.saving.options import takes, values_of
 from holdfast.state.per_rank import Elsewhere
 from holdfast.storage.urls import location
 from holdfast.trainers.lightning_io import HoldfastCheckpointIO
-from holdfast.trainers.lightning_steps import best, leave_steps, newest, take_steps
+from holdfast.trainers.lightning_steps import leave_steps, newest, take_steps
 from holdfast.trainers.old_steps import refuse_old_steps
 
 try:
@@ -93,20 +93,22 @@ class HoldfastCheckpoint(Checkpoint):
 
         Which is better says the ``mode`` of ``keep``. Looks at the disk; as `trainer.validate(ckpt_path="best")` does.
         """
-        step = best(self._steps(), self._options.keep.mode) if self.monitor is not None else newest(self._steps())
-        return "" if step is None else str(step.path)
+        steps = self._steps()
+        path = steps.best(self._options.keep.mode) if self.monitor is not None else newest(steps)
+        return "" if path is None else str(path)
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
         """The metric of the step at `best_model_path`; None if it has none."""
-        step = best(self._steps(), self._options.keep.mode)
-        return None if step is None or self.monitor is None else torch.tensor(step.metric)
+        steps = self._steps()
+        path = steps.best(self._options.keep.mode) if self.monitor is not None else None
+        return None if path is None else torch.tensor(steps.metric(path))
 
     @property
     def last_model_path(self) -> str:
         """The newest committed step in ``root``. Empty if there is none."""
-        step = newest(self._steps())
-        return "" if step is None else str(step.path)
+        path = newest(self._steps())
+        return "" if path is None else str(path)
 
     def _steps(self) -> Steps:
         return Steps(location(self._options.root), self._options.name)

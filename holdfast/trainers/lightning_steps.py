@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,24 +19,9 @@ _HOOKS = "callbacks"
 """Where a step keeps the states of callbacks, and what hooks add to a checkpoint."""
 
 
-@dataclass(frozen=True)
-class Rated:
-    """A committed step, and the metric that it was saved with."""
-
-    path: Place
-    metric: float | None
-
-
-def newest(steps: Steps) -> Rated | None:
+def newest(steps: Steps) -> Place | None:
     """The newest committed step; None if there is none."""
-    path = next(reversed(steps.current().values()), None)
-    return None if path is None else Rated(path, steps.metric(path))
-
-
-def best(steps: Steps, mode: Literal["min", "max"]) -> Rated | None:
-    """The step with the best metric, of equal ones the newest; None if no step has one."""
-    path = steps.best(mode)
-    return None if path is None else Rated(path, steps.metric(path))
+    return next(reversed(steps.current().values()), None)
 
 
 def take_steps(trainer: pl.Trainer) -> None:

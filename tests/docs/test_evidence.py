@@ -26,7 +26,7 @@ NOT_MEASURED = {
 
 def test_the_table_of_runs_is_what_the_rows_give() -> None:
     text = page.PAGE.read_text()
-    assert page.with_evidence(text) == text, "the rows or the code have changed: run make evidence"
+    assert page.with_evidence(text) == text, "the rows have changed: run make evidence"
 
 
 def test_every_figure_links_to_the_run_that_it_comes_from() -> None:

@@ -42,7 +42,7 @@ def test_each_run_has_its_line_and_its_anchor(tmp_path: Path) -> None:
     assert '|<a id="run-one"></a>one|passed|6,845 passed, 5 skipped|2026-11-24|abcdef1|9 min|' in text
     assert "></a>two|failed: ended with 2|6,845 passed, 5 skipped|2026-11-24|abcdef1 and changes|12 s|" in text
     assert "></a>three|passed|" in text, "that it is stale is for the command to say"
-    assert 'Not run: <a id="run-soak"></a>soak.' in text
+    assert 'No row yet: <a id="run-soak"></a>soak.' in text
     assert text.startswith(f"before\n{report.BEGIN}\nold\n") and text.endswith("\nafter\n")
     assert page.with_evidence(text, RUNS, tmp_path) == text
 
@@ -101,7 +101,7 @@ def test_what_is_owed_is_listed(small: Path, capsys: pytest.CaptureFixture[str])
     for name in ("two", "three"):
         row.write(made(name), small)
     assert command.main([]) == 0
-    assert "Not run" not in page.PAGE.read_text()
+    assert "No row yet" not in page.PAGE.read_text()
 
 
 def test_runs_are_recorded_and_the_page_written(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_runs_are_recorded_and_the_page_written(small: Path, monkeypatch: pytest
     monkeypatch.setattr(command, "record", record)
     assert command.main(["run", "one"]) == 0
     assert command.main(["run", "three", "two"]) == 1
-    assert "></a>three|passed|" in page.PAGE.read_text() and "Not run: " in page.PAGE.read_text()
+    assert "></a>three|passed|" in page.PAGE.read_text() and "No row yet: " in page.PAGE.read_text()
 
 
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
