@@ -44,7 +44,7 @@ def test_the_same_bytes_on_one_and_on_two_ranks(to: str, options: dict[str, Any]
 
 
 def convert_and_be_killed(path: str, target: str, to: Any, victim: int) -> None:
-    """Convert unit by unit, and be killed when the second is written and the first is noted."""
+    """Convert unit by unit, and be killed in its middle."""
     if (dist.get_rank() if dist.is_initialized() else 0) != victim:
         holdfast.convert(path, target, to=to, deadline=6)
     killed_in_its_middle(target, lambda: holdfast.convert(path, target, to=to, deadline=6))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,12 +24,14 @@ import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
 from holdfast.commit import folder as folder_module
+from holdfast.commit import settle
 from holdfast.errors import StorageError
-from holdfast.ondisk.manifest import NOTES
+from holdfast.ondisk.manifest import NOTES, Manifest
 from holdfast.saving import Saving
 from holdfast.saving.background import BackgroundSave
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
 from holdfast.write import file_writer
 from tests import pool
 
@@ -652,18 +655,24 @@ def test_sweeping_leaves_a_save_under_way_alone(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, every=1, worker="thread", slots=2, keep=Keep(last=1)) as manager:
         begun(manager, 1).wait()
         assert not dead.exists(), "what was dead is gone"
-        free, reached, firsts = threading.Event(), threading.Event(), [threading.Lock(), threading.Lock()]
+        free, reached, whole = threading.Event(), threading.Event(), threading.Event()
 
         def hold(path: str) -> None:
-            """The second save ends once the third one writes; of each one write alone waits, as two threads write."""
-            if "step-000000002" in path and firsts[0].acquire(blocking=False):
-                reached.wait(240)
-            if "step-000000003" in path and firsts[1].acquire(blocking=False):
+            if "step-000000003" in path:
                 reached.set()
                 free.wait(240)
 
-        with before_each_write(hold):
-            before, slow = begun(manager, 2), begun(manager, 3)
+        def commit(folder: Place, record: Manifest, **options: Any) -> None:
+            """The second save is committed once the third one writes, which begins when the second is written."""
+            whole.set()
+            reached.wait(240)
+            commits(folder, record, **options)
+
+        commits = settle.commit
+        with before_each_write(hold), patch.object(settle, "commit", commit):
+            before = begun(manager, 2)
+            assert whole.wait(240)
+            slow = begun(manager, 3)
             assert before.wait().step == 2 and manager.steps() == [2], "the older one is gone"
             assert list((tmp_path / "step-000000003").rglob("*.safetensors")), "the one under way is not touched"
             assert not slow.done

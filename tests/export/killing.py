@@ -13,16 +13,16 @@ from tests.patience import wait_until
 
 
 def killed_in_its_middle(target: str, convert: Callable[[], object]) -> None:
-    """Convert window by window, and be killed when the second is written and the first is noted."""
+    """Convert window by window, and be killed once half of the bytes are written and all windows but the last noted."""
     copying.SYNC = copying.WORKERS = 1
     written: list[holdfast.events.Event] = []
 
     def kill(event: holdfast.events.Event) -> None:
         if event.kind == "advance":
             written.append(event)
-        if len(written) > 1:
-            journals = Path(f"{target}.partial", "journal")
-            wait_until(lambda: any(journal.stat().st_size for journal in journals.iterdir()))
+        if len(written) > 1 and 2 * event.done >= event.total:
+            journal = Path(f"{target}.partial", "journal", f"{event.rank:05d}")
+            wait_until(lambda: len(journal.read_bytes().splitlines()) >= len(written) - 1)
             os.kill(os.getpid(), signal.SIGKILL)
 
     with holdfast.events.listen(kill):

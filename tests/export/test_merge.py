@@ -238,7 +238,7 @@ def test_the_same_bytes_on_one_and_on_two_ranks(
 
 
 def merge_and_be_killed(paths: list[str], target: str) -> None:
-    """Merge window by window, and be killed when the second is written and the first is noted."""
+    """Merge window by window, and be killed in its middle."""
     killed_in_its_middle(target, lambda: merge(paths, target))
 
 

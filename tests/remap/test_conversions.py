@@ -65,7 +65,7 @@ def test_into_a_store(cells: tuple[str, dict[str, torch.Tensor]], tmp_path: Path
 
 
 def converted_and_killed(source: str, target: str) -> None:
-    """Convert window by window, and be killed when the second is written and the first is noted."""
+    """Convert window by window, and be killed in its middle."""
     killed_in_its_middle(target, lambda: converted(source, target, {"to": "huggingface"}, WIDE_TO_HUB))
 
 
