@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from itertools import accumulate
 
 from holdfast.errors import Damaged, StorageError
-from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.cells import TensorRecord
@@ -171,15 +170,8 @@ def wrong_in(source: Source, job: list[Range]) -> list[tuple[Range, str]]:
 
 def _compared(source: Source, job: list[Range]) -> list[tuple[Range, str]]:
     begin, nbytes = job[0].begin, job[-1].begin + job[-1].nbytes - job[0].begin
-    stride = source.stride(begin, nbytes)
-    if len(job) == 1 and stride < nbytes:
-        total = blocks.running_sum(job[0].sum or "")
-        for at in range(0, nbytes, stride):
-            total.update(source.fetch(begin + at, min(stride, nbytes - at)).view)
-        wrong = [] if total.hexdigest() == job[0].sum else job
-    else:
-        view = source.fetch(begin, nbytes).view
-        wrong = [r for r in job if not is_right(r, view[r.begin - begin : r.begin - begin + r.nbytes])]
+    view = source.fetch(begin, nbytes).view
+    wrong = [r for r in job if not is_right(r, view[r.begin - begin : r.begin - begin + r.nbytes])]
     return [(r, str(altered(source.path, r))) for r in wrong]
 
 

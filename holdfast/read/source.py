@@ -28,10 +28,6 @@ MOST_GAP = 512 << 10
 """However slow a store answers, ranges further apart than this are asked for one by one."""
 
 
-STRIDE = 512 << 10
-"""Bytes of cached pages that are copied and summed at a time."""
-
-
 @dataclass
 class ReadStats:
     """Bytes: ``needed`` by the boxes, ``read`` from storage, ``unverified`` of those needed; and ``requests``."""
@@ -77,9 +73,6 @@ class Source(Protocol):
 
     def fetch(self, begin: int, nbytes: int) -> Fetched:
         """A stretch of the file, in memory that this thread may use until it fetches again."""
-
-    def stride(self, begin: int, nbytes: int) -> int:
-        """How much of a stretch is best fetched at a time by who only sums it."""
 
     def forget(self, begin: int, nbytes: int) -> None:
         """A stretch had a wrong sum: let it come from the store itself when it is fetched again."""
@@ -159,11 +152,6 @@ class _OpenFile:
             self.stats.add(got)
             at += got
 
-    def stride(self, begin: int, nbytes: int) -> int:
-        # What memory has anyway is summed while it is in the processor's cache; a disk likes long reads.
-        cold = self.direct is not None and not is_cached(self.cached, begin, nbytes)
-        return nbytes if cold else min(nbytes, STRIDE)
-
     def forget(self, begin: int, nbytes: int) -> None:
         """A disk has nothing else to give."""
 
@@ -240,9 +228,6 @@ class _Object:
         if len(view) != nbytes:
             raise damaged(self.path, f"ends at byte {begin + len(view)}")
         return Fetched(view, address_of(got.data), got.data)
-
-    def stride(self, begin: int, nbytes: int) -> int:
-        return nbytes
 
     def forget(self, begin: int, nbytes: int) -> None:
         forget(self.place, begin, nbytes)

@@ -36,9 +36,13 @@ OFTEN = ("any", "create", "open", "write", "read", "sync", "stat")
 
 WEIGHTS = {
     "none": 10, "kill": 30, "freeze": 12, "full": 40, "limit": 6, "signal": 8, "disk": 16, "delete": 6, "damage": 10,
-    "lose fast": 20,
+    "lose fast": 20, "stop writers": 12,
 }  # fmt: skip
-"""How often each fault is drawn, relative to the others."""
+"""How often each fault is drawn, relative to the others.
+
+"stop writers" is a freeze: they stand still before they have written anything, and are then killed. What is committed
+meanwhile is lost.
+"""
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ def _fault(chance: random.Random, run: Run, world: int, saves: int) -> Fault:
     ranks = (
         tuple(range(world)) if chance.random() < 0.5 else tuple(chance.sample(range(world), chance.randint(1, world)))
     )
-    return Fault(
+    fault = Fault(
         kind, step=chance.randint(1, max(saves, 1)), stage=chance.choice(STAGES) if chance.random() < 0.6 else None,
         delay=chance.choice([0.0, 0.002, 0.01, 0.03, 0.1]) * chance.random(),
         whom=chance.choice(["trainers", "trainers", "writers", "both"]), ranks=ranks,
@@ -205,3 +209,6 @@ def _fault(chance: random.Random, run: Run, world: int, saves: int) -> Fault:
         verb=verb,
         number=chance.randint(1, 12 if verb in OFTEN else 2), error=chance.choice([5, 28, 28, 0]),  # EIO, ENOSPC, slow
     )  # fmt: skip
+    if kind == "stop writers":
+        return replace(fault, kind="freeze", stage="planned", whom="writers", then="kill", hold=max(fault.hold, 1.0))
+    return fault
