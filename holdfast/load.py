@@ -32,6 +32,7 @@ from holdfast.policies.signing.keys import Keys
 from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.read.ranges import Verify
 from holdfast.read.shared import share as sharing
+from holdfast.read.shared.demand import Demand, demand_of
 from holdfast.read.source import ReadStats
 from holdfast.remap.remap import Remap
 from holdfast.remap.remapped import Remapped
@@ -166,7 +167,7 @@ def load_opened(
 
 def open_and_match(
     opening: Callable[[], Checkpoint], into: dict[str, Any], options: Options, ranks: Ranks, where: str
-) -> tuple[tuple[Matched, sharing.Demand], RankNote]:
+) -> tuple[tuple[Matched, Demand], RankNote]:
     """Open the checkpoint and compare it with the target; nothing is changed. With a note for the other ranks."""
     with events.span("open", where, ranks.rank):
         checkpoint = opening()
@@ -191,11 +192,11 @@ def open_and_match(
     as_saved = options.rename is None and checkpoint.remap is None
     if as_saved and checkpoint.format == FORMAT and not options.other_model:
         differences.misfits.extend(unlike(decode_kinds(checkpoint.manifest.producer), state.kinds, asked))
-    demand = sharing.demand_of(
+    demand = demand_of(
         matched.rest.wanted, matched.rest.spreads, checkpoint.manifest, ranks.rank,
         shares=options.share == "auto" and ranks.size > 1, files=None if checkpoint.remap is None else checkpoint.files,
     )  # fmt: skip
-    note.offer = sharing.offer(demand, ranks)
+    note.offer = sharing.offer(demand, ranks, checkpoint.files)
     events.reached("match", checkpoint.path, ranks.rank)
     return (matched, demand), note
 

@@ -38,7 +38,8 @@ from holdfast.matching.names import names_of, with_named_ids
 from holdfast.ondisk import names
 from holdfast.ondisk.patterns import near
 from holdfast.ranks.ranks import Ranks, ranks_of
-from holdfast.read.shared.share import Choice, Demand, Offer, agree, demand_of, offer, who_shares
+from holdfast.read.shared.demand import Choice, Demand, Offer, demand_of
+from holdfast.read.shared.share import agree, offer, who_shares
 from holdfast.state import collect
 from holdfast.storage.place import Place
 
@@ -87,7 +88,7 @@ def load(
             target, matched, fit = _compare(path, state_dict, group, meeting, keep=keep)
             manifest, rest = target.checkpoint.manifest, matched.rest
             demand = demand_of(rest.wanted, rest.spreads, manifest, meeting.rank, shares=meeting.size > 1)
-            fit.offer = offer(demand, meeting)
+            fit.offer = offer(demand, meeting, target.checkpoint.files)
             return (target, matched, demand), fit
 
         with events.span("match", path, meeting.rank):

@@ -20,9 +20,10 @@ from holdfast.plan.spread import Spread, boxes_held
 from holdfast.read.files import Files
 from holdfast.read.ranges import GAP, Verify
 from holdfast.read.read import jobs_for, overlaps_of
+from holdfast.read.shared.demand import Choice, Demand, Offer, demand_of
 from holdfast.read.shared.pass_on import LONGEST, Line, line_of, wanted_of
 from holdfast.read.shared.relay import seat_of
-from holdfast.read.shared.share import Choice, Demand, Offer, demand_of, is_worth_it, who_shares
+from holdfast.read.shared.share import is_worth_it, who_shares
 from holdfast.read.source import ReadStats
 from holdfast.read.wanted import Wanted
 

@@ -9,7 +9,8 @@ import msgspec
 
 from holdfast.errors import Mismatch
 from holdfast.matching.differences import Differences, raise_if_any
-from holdfast.read.shared import share as sharing
+from holdfast.read.shared.demand import Choice, Offer
+from holdfast.read.shared.share import who_shares
 
 
 class RankNote(msgspec.Struct, array_like=True):
@@ -20,7 +21,7 @@ class RankNote(msgspec.Struct, array_like=True):
     """
 
     differences: Differences
-    offer: sharing.Offer = sharing.Offer()
+    offer: Offer = Offer()
     early: bool = False
     unfit: dict[str, str] = {}
     awaited: list[str] = []
@@ -30,7 +31,7 @@ class RankNote(msgspec.Struct, array_like=True):
 class Verdict(msgspec.Struct, array_like=True):
     """What the first rank makes of all notes: who shares reading, and whether any rank hands over objects early."""
 
-    choice: sharing.Choice
+    choice: Choice
     early: bool
 
 
@@ -45,4 +46,4 @@ def judge(notes: list[RankNote]) -> Verdict:
     awaited = {pattern for note in notes for pattern in note.awaited}
     unfit = {pattern: text for note in notes for pattern, text in note.unfit.items() if pattern not in awaited}
     raise_if_any([note.differences for note in notes], unfit.values())
-    return Verdict(sharing.who_shares([note.offer for note in notes]), any(note.early for note in notes))
+    return Verdict(who_shares([note.offer for note in notes]), any(note.early for note in notes))

@@ -19,7 +19,7 @@ from holdfast.inspect.mesh import Mesh, parse_mesh, parse_rule
 from holdfast.inspect.planning import _Planning, plan
 from holdfast.plan import share_plan
 from holdfast.plan.spread import WHOLE, boxes_held
-from holdfast.read.shared import pass_on, share
+from holdfast.read.shared import demand, pass_on, share
 from holdfast.storage.memory import Memory
 from holdfast.storage.store_place import StorePlace
 from tests import pool
@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 def small() -> Iterator[None]:
     """Sharing of whatever can be shared, as the ranks of `plan_trials` do."""
     with (
-        patch.object(share, "LEAST", 1), patch.object(share, "PART", 0.0), patch.object(share, "SHORTEST", 1),
+        patch.object(share, "LEAST", 1), patch.object(share, "PART", 0.0), patch.object(demand, "SHORTEST", 1),
         patch.object(pass_on, "SHORTEST_SLICE", 64), patch.object(share_plan, "BLOCK", 256),
         patch.object(pass_on, "LONGEST", 512), patch.object(pass_on, "MEMORY", 2048),
     ):  # fmt: skip

@@ -30,8 +30,9 @@ from holdfast.plan.share_plan import (
 )
 from holdfast.plan.spread import WHOLE, Boxes, Placed, Split, Whole, boxes_held
 from holdfast.read.shared import share
+from holdfast.read.shared.demand import Offer
 from holdfast.read.shared.relay import seat_of
-from holdfast.read.shared.share import Offer, who_shares
+from holdfast.read.shared.share import who_shares
 from tests.marks import examples
 
 BLOCK = 64
@@ -207,6 +208,8 @@ def test_what_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not who_shares([Offer("a", 10, 60, 8000, "h")] * 2).name, "too small a part"
     assert not who_shares([Offer("a", share.MOST_COMPARED, 60, 80, "h"), Offer("b", 1, 60, 80, "h")]).name
     assert not who_shares([Offer(str(r), 10, 60, 80, "h") for r in range(17)]).name, "no two want the same"
+    warm = Offer("a", 10, 60, 80, "h", cached=True)
+    assert who_shares([same, warm]).name and not who_shares([warm, warm]).name, "each copies pages of its own machine"
 
 
 def test_sixteen_thousand_ranks() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import holdfast
 from holdfast.load import Loaded
 from holdfast.plan import share_plan
-from holdfast.read.shared import pass_on, relay, share
+from holdfast.read.shared import demand, pass_on, relay, share
 from holdfast.storage.local.local import Local
 from holdfast.storage.store_place import StorePlace
 from tests import meshes
@@ -29,11 +29,15 @@ Sizes = dict[str, int]
 
 
 @contextmanager
-def eager(*, hosts: int = 1, block: int | None = 4096) -> Iterator[None]:
-    """Share whatever can be shared, in windows of two small blocks, as if the ranks ran on so many hosts."""
+def eager(*, hosts: int = 1, block: int | None = 4096, warm: Sequence[int] = ()) -> Iterator[None]:
+    """Share whatever can be shared, in windows of two small blocks, as if the ranks ran on so many hosts.
+
+    ``warm``: ranks that find every file in their page cache; all others find none there.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     with (
-        patch.object(share, "LEAST", 1), patch.object(share, "PART", 0.0), patch.object(share, "SHORTEST", 1),
+        patch.object(share, "LEAST", 1), patch.object(share, "PART", 0.0), patch.object(demand, "SHORTEST", 1),
+        patch.object(share, "is_cached", lambda fd, at, nbytes: rank in warm),
         patch.object(share, "_host", lambda name: f"host {rank % hosts}"), patch.object(pass_on, "SHORTEST_SLICE", 64),
     ):  # fmt: skip
         if block is None:
@@ -85,10 +89,11 @@ def save_big(path: str) -> None:
 
 
 def load_big(
-    path: str, options: dict[str, Any], hosts: int = 1, block: int | None = None, default: str = "cpu"
-) -> Sizes:
+    path: str, options: dict[str, Any], hosts: int = 1, block: int | None = None, default: str = "cpu",
+    warm: Sequence[int] = (),
+) -> Sizes:  # fmt: skip
     state = big(None)
-    with eager(hosts=hosts, block=block), torch.device(default):
+    with eager(hosts=hosts, block=block, warm=warm), torch.device(default):
         loaded = holdfast.load(path, state, **options)
     for name, tensor in big(1)["model"].items():
         assert torch.equal(state["model"][name], tensor), name
@@ -97,7 +102,7 @@ def load_big(
 
 def load_from_store(folder: str) -> Sizes:
     state = big(None)
-    with eager(block=1 << 16):
+    with eager(block=1 << 16, warm=range(3)):
         loaded = holdfast.load(StorePlace(Local(Path(folder)), "c"), state)
     assert all(torch.equal(state["model"][name], tensor) for name, tensor in big(1)["model"].items())
     return sizes_of(loaded)

@@ -80,6 +80,12 @@ def test_switched_off_or_not_worth_it(saved: Path) -> None:
         assert size["received"] == 0 and size["read"] < 1.05 * size["needed"]
 
 
+def test_pages_that_every_machine_has_are_not_passed_on(saved: Path) -> None:
+    for size in pool.run(2, share_trials.load_big, str(saved), {}, 2, None, "cpu", (0, 1)):
+        assert not size["received"] and size["read"] >= size["needed"]
+    assert all(size["received"] for size in pool.run(2, share_trials.load_big, str(saved), {}, 2, None, "cpu", (0,)))
+
+
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
