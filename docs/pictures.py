@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from holdfast.storage.local.local_place import LocalPlace  # noqa: E402
 from tests.view.browser import FLAGS, Tab, chromium  # noqa: E402
 from tests.view.telling import told  # noqa: E402
 
@@ -31,7 +32,7 @@ def main() -> None:
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory() as work, sync_playwright() as driver:
-        folder = Path(work)
+        folder = LocalPlace(work)
         train(folder)
         browser = driver.chromium.launch(executable_path=chromium(), args=list(FLAGS))
         checkpoint = folder / "step-000000006.html"

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 from holdfast import checkpoint
 from holdfast.commit import folder, settle
 from holdfast.errors import HoldfastError
+from holdfast.read import examine
 from holdfast.run import keep, retention, steps
 from holdfast.write import datafiles, filling, write
 
 
+def _replace(owner: Any, name: str, other: Any) -> None:
+    """For good. Raises AttributeError if there is none of that name any more."""
+    patch.object(owner, name, other).start()
+
+
 def commit_before_written() -> None:
     """Ranks report their files while these are still being written."""
-    write.Writing.wait_written = lambda self: None  # type: ignore[method-assign]
-    write.Writing.finish = lambda self: None  # type: ignore[method-assign]
+    _replace(write.Writing, "wait_written", lambda self: None)
+    _replace(write.Writing, "finish", lambda self: None)
 
 
 def sweep_newest() -> None:
@@ -29,13 +36,13 @@ def sweep_newest() -> None:
         kept = verdict(self, there)
         return kept._replace(steps=kept.steps - {max(there, default=0)})
 
-    keep.Keep.verdict = worst  # type: ignore[method-assign]
-    keep.Kept.and_whole = lambda self, more: self  # type: ignore[method-assign]
+    _replace(keep.Keep, "verdict", worst)
+    _replace(keep.Kept, "and_whole", lambda self, more: self)
 
 
 def restore_oldest() -> None:
     """The oldest whole step counts as the newest."""
-    steps.Steps.newest = lambda self, refused=(), **_: next(iter(self.committed().values()), None)  # type: ignore
+    _replace(steps.Steps, "newest", lambda self, refused=(), **_: next(iter(self.committed().values()), None))
 
 
 def wrong_byte() -> None:
@@ -47,19 +54,19 @@ def wrong_byte() -> None:
         if nbytes > 2000:
             filling.host_view(address, nbytes)[1999] ^= 4
 
-    filling.copy_bytes = copy
+    _replace(filling, "copy_bytes", copy)
 
 
 def leave_litter() -> None:
     """What dead saves left is never swept."""
-    retention.sweep_dead = lambda path, cited=None: True
-    retention.sweep_beside = lambda path, record, cited=None: True
-    folder.prepare.__globals__["is_orphan"] = lambda path: False
+    _replace(retention, "sweep_dead", lambda path, cited=None: True)
+    _replace(retention, "sweep_beside", lambda path, record, cited=None: True)
+    _replace(folder, "is_orphan", lambda path: False)
 
 
 def keep_descriptors() -> None:
     """Files stay open after their save."""
-    datafiles.OpenFiles.close = lambda self: None  # type: ignore[method-assign]
+    _replace(datafiles.OpenFiles, "close", lambda self: None)
 
 
 def silent_failure() -> None:
@@ -72,17 +79,17 @@ def silent_failure() -> None:
         except HoldfastError:
             return
 
-    settle._write_and_commit = quiet
+    _replace(settle, "_write_and_commit", quiet)
 
 
 def trust_sums() -> None:
     """Altered bytes are not looked for."""
-    checkpoint.check_file = lambda *args, **options: []
+    _replace(examine, "wrong_in", lambda source, job: [])
 
 
 def swapped_ranks() -> None:
     """Two ranks of a save take each other's values."""
-    checkpoint.Checkpoint.per_rank = _swapped(checkpoint.Checkpoint.per_rank)  # type: ignore[method-assign]
+    _replace(checkpoint.Checkpoint, "per_rank", _swapped(checkpoint.Checkpoint.per_rank))
 
 
 def _swapped(done: Callable[..., Any]) -> Callable[..., Any]:
