@@ -201,6 +201,14 @@ def test_connections_are_bounded(served: Served) -> None:
     wait_until(is_answered)
 
 
+def test_connections_that_come_at_once_wait_in_a_queue() -> None:
+    made = Served(lambda: "page", {})  # it listens, and accepts none yet: a queue that is full keeps further ones out
+    waiting = [socket.create_connection(("127.0.0.1", made.server_address[1]), timeout=60) for _ in range(server.MOST)]
+    for one in waiting:
+        one.close()
+    made.server_close()
+
+
 @pytest.mark.timed
 def test_who_takes_long_gets_the_page_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a slow tunnel a large page takes longer than one who sends nothing may."""
