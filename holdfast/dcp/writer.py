@@ -65,6 +65,10 @@ class Writer(StorageWriter):
         self._begun: _Begun | None = None
         self._replaces = False
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In the process of torch's that saves: a local path is pickled as pathlib's."""
+        vars(self).update(state, path=location(state["path"]))
+
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The path, as torch calls it."""

@@ -236,7 +236,8 @@ def _whose(data: bytes, record: FileRecord) -> str:
         return f"is a file of another save, as its header says: {save}, not {expected}"
     if not datafile.is_named(own_path(record.path), metadata):
         return (
-            f"is a file of rank {metadata.get('rank')}, section {metadata.get('section')!r}, under another one's name"
+            f"is a file of rank {metadata.get('rank')}, section {metadata.get('section')!r}, as its header says, under "
+            "another one's name"
         )
     return altered
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from huggingface_hub import run_as_future
 from transformers.trainer_utils import HubStrategy
 
 from holdfast.copy import copy
+from holdfast.errors import StorageError
 from holdfast.events import log
 from holdfast.saving import Saving
 from holdfast.storage.hub.address import Address
@@ -24,6 +28,9 @@ from holdfast.storage.urls import at
 
 _FOLDER = "_holdfast-push"
 """In the output folder: what begins so is not pushed with it."""
+
+TRIES = 5
+"""Times that a step is pushed while others push to the same repository."""
 
 
 def refuse_to_push_steps(args: Any, roots: Sequence[Place]) -> None:
@@ -75,10 +82,10 @@ class Pushes:
         copy(saving.path, step)  # the step itself may be deleted while it is pushed
         repository = Address("models", trainer.hub_model_id, args.hub_revision or "").url
         name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else step.name
-        target = at(f"{repository}/{name}", {"token": args.hub_token})
+        target = partial(at, f"{repository}/{name}", {"token": args.hub_token})
         message = f"Training in progress, step {saving.step}, checkpoint"
-        # Behind the push of the model in the same queue: each follows the commit of the one before.
-        trainer.push_in_progress.jobs.append(run_as_future(_push_step, step, target, message))
+        jobs = trainer.push_in_progress.jobs
+        jobs.append(run_as_future(_push_step, step, target, message, [*jobs]))
 
     def end(self) -> None:
         """Take away what was pushed. Trainer has waited for it, unless its training failed."""
@@ -92,7 +99,21 @@ class Pushes:
                 disk.delete_all(self._folder)
 
 
-def _push_step(step: Path, target: StorePlace, message: str) -> None:
-    """Push a step in one commit, in the place of what was there."""
+def _push_step(step: Path, target: Callable[[], StorePlace], message: str, before: Sequence[Future[Any]]) -> None:
+    """Push a step in one commit, in the place of what was there, once the pushes before it have ended.
+
+    Trainer may push a later model meanwhile, from a queue of its own: then the step is pushed again. Nobody asks this
+    job for its outcome, so a failure is logged.
+    """
+    wait(before)
     files = {path: step / path for path in LocalPlace(step).files_below()}
-    push(files, target, stale={*target.files_below()} - {*files}, message=message)
+    for left in reversed(range(TRIES)):
+        try:
+            place = target()  # each sees the commits so far
+            push(files, place, stale={*place.files_below()} - {*files}, message=message)
+            return
+        except Exception as error:
+            if left and isinstance(error, StorageError) and error.errno == errno.EBUSY:
+                continue
+            log.error("%s is not pushed to the Hub: %s", step.name, error)
+            raise

@@ -86,7 +86,7 @@ def test_files_of_two_ranks_that_were_exchanged_are_found(tmp_path: Path) -> Non
     spare = tmp_path / "spare"
     for path, to in ((first, spare), (second, first), (spare, second)):
         path.rename(to)
-    with pytest.raises(holdfast.errors.Damaged, match="rank 1, section 'model', under another one's name"):
+    with pytest.raises(holdfast.errors.Damaged, match="rank 1, section 'model', as its header says, under another"):
         holdfast.open(tmp_path / "c").state_dict()
 
 

@@ -6,8 +6,14 @@ import os
 import sys
 
 
-def main(folder: str, attached: str, strategy: str) -> None:
-    """Train six steps with three saves; says what is left in the output folder."""
+def main(folder: str, attached: str, strategy: str, pace: str) -> None:
+    """Train six steps with three saves; says what is left in the output folder.
+
+    With ``pace`` "waits" each step waits for the pushes so far: Trainer uploads files of its output folder, which the
+    next save replaces.
+    """
+    from transformers import TrainerCallback
+
     from holdfast.run.keep import Keep
     from holdfast.trainers.huggingface import HoldfastCallback
     from tests.servers.hub import TOKEN
@@ -20,6 +26,13 @@ def main(folder: str, attached: str, strategy: str) -> None:
     )  # fmt: skip
     if attached == "holdfast":
         HoldfastCallback(os.path.join(folder, "steps"), keep=Keep(last=1), worker="thread").attach(trainer)
+    if pace == "waits":
+
+        class Waits(TrainerCallback):
+            def on_step_begin(self, *_: object, **__: object) -> None:
+                trainer._finish_current_push()
+
+        trainer.add_callback(Waits())
     trainer.train()
     print("left", *sorted(os.listdir(output)))
 

@@ -1,12 +1,18 @@
 """What a Trainer with push_to_hub pushes at its saves: the same from steps of holdfast as from its own checkpoints."""
 
+import errno
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 
 import holdfast
+from holdfast.errors import StorageError
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.trainers import huggingface_push
 from holdfast.trainers.huggingface import HoldfastCallback
 from holdfast.trainers.huggingface_push import refuse_to_push_steps
 from tests.servers.hub import Commit, Hub
@@ -15,12 +21,12 @@ from tests.trainers import hf_runs
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "training_args.bin"}
 
 
-def pushed(folder, strategy, attached="holdfast"):
+def pushed(folder, strategy, attached="holdfast", *, pace="goes on"):
     """The commits of a training, and what it left in its output folder."""
     with Hub() as hub:
         environment = {**os.environ, **hub.environment(), "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.trainers.pushing", str(folder), attached, strategy],
+            [sys.executable, "-m", "tests.trainers.pushing", str(folder), attached, strategy, pace],
             env=environment, capture_output=True, text=True, timeout=240,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
@@ -36,8 +42,8 @@ def commits_of(hub: Hub) -> list[Commit]:
 
 @pytest.mark.slow
 def test_every_save_pushes_the_model_as_trainer_does(tmp_path):
-    hub, left = pushed(tmp_path / "ours", "every_save")
-    ours, theirs = commits_of(hub), commits_of(pushed(tmp_path / "theirs", "every_save", "trainer")[0])
+    hub, left = pushed(tmp_path / "ours", "every_save", pace="waits")
+    ours, theirs = commits_of(hub), commits_of(pushed(tmp_path / "theirs", "every_save", "trainer", pace="waits")[0])
     assert [commit.summary for commit in ours] == [f"Training in progress, step {step}" for step in (2, 4, 6)]
     assert [commit.summary for commit in theirs] == [commit.summary for commit in ours]
     for one, other in zip(ours, theirs, strict=True):
@@ -54,7 +60,7 @@ def test_every_save_pushes_the_model_as_trainer_does(tmp_path):
 def test_a_step_is_pushed_whole_and_alone(tmp_path, strategy, folders):
     hub, left = pushed(tmp_path, strategy)
     expected = [f"Training in progress, step {step}{more}" for step in (2, 4, 6) for more in ("", ", checkpoint")]
-    assert [commit.summary for commit in commits_of(hub)] == expected and left == MODEL
+    assert sorted(commit.summary for commit in commits_of(hub)) == expected and left == MODEL
     files = hub.at("somebody/mine").files
     assert {path for path in files if "/" not in path} == MODEL | {".gitattributes"}
     for path, data in files.items():
@@ -72,6 +78,32 @@ def test_a_step_is_pushed_whole_and_alone(tmp_path, strategy, folders):
     callback = HoldfastCallback(tmp_path / "again", every=6, worker="thread", deadline=240).attach(trainer)
     trainer.train(resume_from_checkpoint=str(tmp_path / "hub" / max(folders)))
     assert callback.restored.step == 6 and callback.manager.steps() == [12]
+
+
+def test_a_push_that_another_one_overtook_is_made_again(tmp_path, monkeypatch, caplog):
+    def push(files, place, **_):
+        tried.append(sorted(files))
+        if len(tried) < fails:
+            raise error
+
+    monkeypatch.setattr(huggingface_push, "push", push)
+    (tmp_path / "step-000000002").mkdir()
+    (tmp_path / "step-000000002" / "manifest.json").touch()
+    job = partial(huggingface_push._push_step, tmp_path / "step-000000002", lambda: LocalPlace(tmp_path), "message", [])
+    error = StorageError("somebody pushed meanwhile")
+    error.errno = errno.EBUSY
+    for fails, times in ((3, 3), (100, huggingface_push.TRIES)):
+        tried = []
+        with pytest.raises(StorageError) if fails > times else nullcontext():
+            job()
+        assert tried == [["manifest.json"]] * times
+    error.errno, tried = errno.EACCES, []
+    with pytest.raises(StorageError):
+        job()
+    assert (
+        len(tried) == 1
+        and caplog.messages == ["step-000000002 is not pushed to the Hub: somebody pushed meanwhile"] * 2
+    )
 
 
 @pytest.mark.slow

@@ -265,7 +265,7 @@ def test_credentials_that_were_good_are_looked_for_again(
         with pytest.raises(OSError, match="has expired") as caught:
             store.get("a")
         assert caught.value.transient  # type: ignore[attr-defined]
-        with pytest.raises(OSError, match="does not know the access key id .the profile 'lab' of") as caught:
+        with pytest.raises(OSError, match="the access key id .credentials: the profile 'lab' of") as caught:
             store.get("a")
         write(options["access_key_id"])
         assert store.get("a").data == b"1"
