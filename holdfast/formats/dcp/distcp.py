@@ -15,14 +15,13 @@ from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
 from holdfast.errors import Damaged, Unsupported
+from holdfast.formats.dcp.outlines import Ends, located
 from holdfast.formats.machine.torch_files import load_file
 from holdfast.formats.sources import File, Memory, Stretch, Unpacked, all_of
 from holdfast.formats.stored import Stored
 from holdfast.ondisk import dtypes
-from holdfast.read.source import Descriptors
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 MAX_VALUE = 1 << 30
 """More than any compressed object unpacks to."""
@@ -37,8 +36,6 @@ _RUN = 8 << 20
 """Objects that follow each other in a file are read together up to this many bytes."""
 
 _READ = 1 << 20
-_ENDS, _WHOLE = 1024, 8 << 10
-"""How much of an archive's beginning and end is read to find the tensor in it; all of one of up to so many bytes."""
 
 
 class Entry(NamedTuple):
@@ -80,11 +77,9 @@ class _Tensor:
         """Where the tensor's bytes are, row-major. Raises Damaged if the archive holds anything else."""
         if self._stretch is None:  # two threads that look for it get the same
             _, source, begin, nbytes, _ = self.entry
-            ends = _ends(source, begin, nbytes)
-            stretch = self.tensor_in(Stretch(ends, begin, nbytes))
-            # What was saved with strides is gathered when it is read: a source of its own.
-            plain = stretch.source is ends
-            self._stretch = Stretch(source, stretch.begin, stretch.nbytes, stretch.member) if plain else stretch
+            ends = Ends(source, begin, nbytes)
+            kind = (self.dtype, self.shape, nbytes)
+            self._stretch = located(kind, ends, lambda: self.tensor_in(Stretch(ends, begin, nbytes)))
         return self._stretch
 
     def unpack(self, target: BinaryIO) -> None:
@@ -123,42 +118,6 @@ class _Chunk(Stretch):
 
     def located(self) -> Stretch:
         return self.tensor.stretch().part(self.skip, self.nbytes)
-
-
-@dataclass(frozen=True, eq=False)
-class _Ends:
-    """A file in which both ends of an archive are in memory."""
-
-    file: File
-    begin: int
-    end: int
-    head: bytes = field(repr=False)
-    tail: bytes = field(repr=False)
-
-    @property
-    def path(self) -> Place:
-        return self.file.path
-
-    @property
-    def nbytes(self) -> int:
-        return self.file.nbytes
-
-    def open(self) -> Descriptors | StorePlace:
-        return self.file.open()
-
-    def read(self, begin: int, nbytes: int) -> bytes:
-        for data, first in ((self.head, self.begin), (self.tail, self.end - len(self.tail))):
-            if first <= begin and begin + nbytes <= first + len(data):
-                return data[begin - first : begin - first + nbytes]
-        return self.file.read(begin, nbytes)
-
-
-def _ends(source: File, begin: int, nbytes: int) -> _Ends:
-    if nbytes <= _WHOLE:
-        head = tail = source.read(begin, nbytes)
-    else:
-        head, tail = source.read(begin, _ENDS), source.read(begin + nbytes - _ENDS, _ENDS)
-    return _Ends(source, begin, begin + nbytes, head, tail)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats.machine import pickles, torch_tensors
@@ -13,9 +12,6 @@ from holdfast.formats.machine.pickles import Calls, EndsEarly, Record
 from holdfast.formats.machine.torch_tensors import Storage, legacy_storage, zip_storage
 from holdfast.formats.machine.zips import Archive, is_zip
 from holdfast.formats.sources import Memory, Stretch, all_of, file
-from holdfast.formats.stored import Stored
-from holdfast.ondisk.box import Box
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 
 __all__ = ["Storage", "is_torch_file", "load_file", "load_path", "load_pickle"]
@@ -105,64 +101,7 @@ def _load_zip(data: Stretch, calls: Calls) -> Any:
         return storages[key].part(0, nbytes)
 
     pickled = archive.member(pickles_in[0]).read()
-    tensor = _tensor_of(pickled) if nbytes <= _SMALL_PICKLE and pickled.startswith(_ONE_TENSOR) else None
-    if tensor is not None:
-        bytes_of = storage(tensor.storage, tensor.storage_bytes).part(tensor.begin, tensor.nbytes)
-        return Stored(tensor.dtype, tensor.box.lengths, ((tensor.box, bytes_of),))
     return pickles.load(pickled, where, calls=calls, persistent=lambda key: zip_storage(key, storage, where))[0]
-
-
-_SMALL_PICKLE, _ONE_TENSOR = 1 << 10, b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n"
-"""Bytes, and how the pickle of one plain tensor begins; it has about 300."""
-
-
-class _Tensor(NamedTuple):
-    """One whole row-major tensor, in bytes ``begin:begin + nbytes`` of the storage of a key."""
-
-    dtype: str
-    box: Box
-    storage: str
-    storage_bytes: int
-    begin: int
-    nbytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Unread:
-    """The bytes of a storage that no archive is known of."""
-
-    storage: str
-    nbytes: int
-    path: Place
-
-    def open(self) -> Any:
-        raise NotImplementedError
-
-    def read(self, begin: int, nbytes: int) -> bytes:
-        raise NotImplementedError
-
-
-@lru_cache(maxsize=256)
-def _tensor_of(pickled: bytes) -> _Tensor | None:
-    """The tensor that a pickle describes, if it is nothing else: DCP writes the same one thousands of times."""
-    where = LocalPlace("data.pkl")
-
-    def unread(key: str, nbytes: int) -> Stretch:
-        return all_of(_Unread(key, nbytes, where))
-
-    try:
-        content = pickles.load(
-            pickled, where, calls=_calls(where), persistent=lambda key: zip_storage(key, unread, where)
-        )[0]
-    except (Damaged, Unsupported):  # to be said of the file
-        return None
-    if not isinstance(content, Stored) or len(content.pieces) != 1:
-        return None
-    ((box, stretch),) = content.pieces
-    source = stretch.source
-    if not isinstance(source, _Unread) or box.lengths != content.shape:
-        return None
-    return _Tensor(content.dtype, box, source.storage, source.nbytes, stretch.begin, stretch.nbytes)
 
 
 def _check_order(archive: Archive, name: str, where: Place) -> None:

@@ -215,8 +215,8 @@ def _wide(extra: bytes, values: list[int], archive: Stretch) -> tuple[int, int, 
 
 
 def _find_directory(archive: Stretch) -> tuple[int, int, int]:
-    # A small read nearly always does: only a comment at the end makes the record lie further up.
-    for reach in (512, 22 + 0xFFFF):
+    # The record and its wide form: only a comment at the end makes them lie further up.
+    for reach in (22 + 20 + 56, 22 + 0xFFFF):
         begin = max(0, archive.nbytes - reach)
         tail = archive.read(begin, archive.nbytes - begin)
         at = tail.rfind(_END)
