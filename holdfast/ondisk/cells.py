@@ -46,7 +46,7 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
         """The cells that meet ``box``, each with the index of its file."""
         files = spans.read(self.files)
         if self.cells is None and files.count and 0 not in box.lengths:  # by far the most common: saved whole
-            return [(whole(self.shape), files.at(0))]
+            return [(whole(self.shape), files.first)]
         return [(cell, files.at(number)) for number, cell in _geometry(self.shape, frozen(self.cells)).touching(box)]
 
     def boxes(self) -> list[tuple[Box, int]]:

@@ -56,6 +56,7 @@ class Spans:
         self._terms = terms
         self._ends = list(accumulate(term.size for term in terms))
         self.count = self._ends[-1] if terms else 0
+        self.first = terms[0].start if terms else -1
         self.largest = max((term.largest for term in terms), default=-1)
 
     def at(self, place: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 
 from holdfast.buffers.scatter import RunBuffer
@@ -41,7 +42,7 @@ Verify = bool | Literal["blocks"]
 """How much to check: see `read_boxes`."""
 
 
-class Overlap(NamedTuple):
+class Overlap(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What one wanted box takes from one piece."""
 
     file: int
@@ -53,7 +54,7 @@ class Overlap(NamedTuple):
     dtype: str
 
 
-class Range(NamedTuple):
+class Range(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Bytes ``begin:begin + nbytes`` of a file, of which ``wanted`` are wanted.
 
     They go one after the other, from byte ``start`` of the range on, to an ``address``; or they lie scattered in the

@@ -6,10 +6,11 @@ Never reads a block that nobody wants, and never hands out a whole block whose s
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any
 
 from holdfast.buffers.memory import move
@@ -99,12 +100,19 @@ def overlaps_of(
 ) -> tuple[dict[int, list[Overlap]], bool]:
     """What is taken from each file, and whether blocks that are wanted in part are read whole; headers are read."""
     wanted = list(_filled(files.expanded(wanted)))
-    by_file: dict[int, list[Overlap]] = {}
+    by_file: defaultdict[int, list[Overlap]] = defaultdict(list)
     files.prepare((index for want in wanted for _, index in want.record.touching(want.box)), stats)
     for want in wanted:
         stats.needed += want.view.numel() * dtypes.itemsize(want.record.dtype)
-        for overlap in _overlaps(files, want, stats):
-            by_file.setdefault(overlap.file, []).append(overlap)
+        for cell, index in want.record.touching(want.box):
+            index, piece, sums = files.piece(index, want.name, *(want.cell or (cell, want.record)), stats)
+            if cell is want.box or cell == want.box:
+                box, view = cell, want.view
+            elif (both := intersect(cell, want.box)) is None:
+                continue
+            else:
+                box, view = both, narrowed(want.view, relative(both, want.box))
+            by_file[index].append(Overlap(index, piece, sums, box, cell, view, want.record.dtype))
     return by_file, rounds_up((overlap for overlaps in by_file.values() for overlap in overlaps), verify, stats.needed)
 
 
@@ -121,7 +129,7 @@ def jobs_for(
     overlaps: Iterable[Overlap], verify: Verify, *, round_up: bool, gap: int, straight: bool
 ) -> Iterator[list[Range]]:  # fmt: skip
     """The requests that bring the overlaps of one file, in its order."""
-    ordered = sorted(overlaps, key=lambda overlap: overlap.piece.begin)
+    ordered = sorted(overlaps, key=attrgetter("piece.begin"))
     ranges = (r for overlap in ordered for r in ranges_of(overlap, verify, round_up=round_up, gap=gap))
     return jobs_of(ranges, gap=gap, straight=straight)
 
@@ -129,22 +137,6 @@ def jobs_for(
 def threads_for(files: Files, indices: Iterable[int]) -> int:
     """How many threads read these files best."""
     return ASKERS if any(files.path(index).is_remote for index in indices) else READERS
-
-
-def _overlaps(files: Files, want: Wanted, stats: ReadStats) -> list[Overlap]:
-    record, box = want.record, want.box
-    overlaps = []
-    for cell, index in record.touching(box):
-        index, piece, sums = files.piece(index, want.name, *(want.cell or (cell, record)), stats)
-        if cell is box or cell == box:
-            overlaps.append(Overlap(index, piece, sums, box, box, want.view, record.dtype))
-            continue
-        overlap = intersect(cell, box)
-        if overlap is None:
-            continue
-        view = narrowed(want.view, relative(overlap, box))
-        overlaps.append(Overlap(index, piece, sums, overlap, cell, view, record.dtype))
-    return overlaps
 
 
 def _run(source: Source, job: list[Range], progress: Callable[[int], None] | None, streams: Streams) -> None:

@@ -5,8 +5,7 @@ Loads, conversions and `Checkpoint` make it, and `read_boxes` fulfils it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import msgspec
 import torch
 
 from holdfast.ondisk import dtypes
@@ -14,7 +13,7 @@ from holdfast.ondisk.box import Box
 from holdfast.ondisk.cells import TensorRecord
 
 
-class Wanted(NamedTuple):
+class Wanted(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A box of a saved tensor and the memory that takes it; ``view`` has the box's lengths as shape.
 
     ``name`` is the saved name. A view of another dtype, on a device or scattered is filled a window at a time.

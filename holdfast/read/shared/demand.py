@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 import torch
@@ -62,7 +63,7 @@ class Demand:
     items: dict[Item, int]
     wants: Wants | None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(want.nbytes for want in self.wanted)
 
