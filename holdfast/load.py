@@ -231,7 +231,7 @@ def _read(matched: Matched, shared: sharing.Sharing, verify: Verify, rank: int, 
     checkpoint = matched.checkpoint
     events.reached("read", checkpoint.path, rank)
     with events.task("load", str(checkpoint.path), rank, part=True) as task:
-        task.total = matched.rest.nbytes
+        task.total = shared.demand.nbytes
         outcome = shared.read(checkpoint.files, checkpoint.reader.verifying(verify), task.advance)
     stats = outcome.stats
     if outcome.stopped or outcome.lost:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,37 +21,26 @@ from holdfast.ondisk.box import Box
 from holdfast.plan.spread import Spread
 from holdfast.read.wanted import Wanted
 from holdfast.state import Collected, Entry, Target
+from holdfast.state.leaves import View
 from holdfast.state.per_rank import no_rule
 
 MOST_EARLY = 64 << 20
 """Bytes of objects that each rank reads before anything is changed; of more, they are read with all the rest."""
 
 
-class Read(NamedTuple):
-    """A box to be read, and how its tensor is spread over the ranks."""
-
-    wanted: Wanted
-    spread: Spread
-
-
 @dataclass(frozen=True)
 class Batch:
-    """What is restored at one time: ``targets`` that are handed values, and the boxes that are read before."""
+    """What is restored at one time: ``targets`` that are handed values, and the boxes that are read before.
+
+    ``spreads``: how the tensor of each box lies over the ranks.
+    """
 
     targets: list[Target] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
+    wanted: list[Wanted] = field(default_factory=list)
+    spreads: list[Spread] = field(default_factory=list)
 
-    @property
-    def wanted(self) -> list[Wanted]:
-        return [read.wanted for read in self.reads]
-
-    @property
-    def spreads(self) -> list[Spread]:
-        return [read.spread for read in self.reads]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(read.wanted.box.size * dtypes.itemsize(read.wanted.record.dtype) for read in self.reads)
+    def __add__(self, other: Batch) -> Batch:
+        return Batch(self.targets + other.targets, self.wanted + other.wanted, self.spreads + other.spreads)
 
 
 @dataclass(frozen=True)
@@ -107,9 +96,8 @@ class _Comparison:
             self.target(target)
         for name, tensor in state.handback.must_equal.items():
             self.constant(name, tensor)
-        if not early or self.early.nbytes > MOST_EARLY:
-            first = self.early
-            self.rest, self.early = Batch(self.rest.targets + first.targets, self.rest.reads + first.reads), Batch()
+        if not early or sum(want.nbytes for want in self.early.wanted) > MOST_EARLY:
+            self.rest, self.early = self.rest + self.early, Batch()
         for path, leaf in state.per_rank.items():
             if path in names.per_rank:
                 self.misfits += no_rule(path, leaf.elsewhere, names.checkpoint.world_size, world_size)
@@ -123,12 +111,12 @@ class _Comparison:
             renamed=names.renamed,
         )  # fmt: skip
         matched = Matched(names, state, self.early, self.rest, self.fresh, self.claimed, report)
+        everything, missing = names.asked_for, [] if keep else self.missing
         return matched, Differences(
-            described(names.checkpoint), names.asked_for, self._unclaimed(), [] if keep else self.missing, self.misfits
+            described(names.checkpoint), everything, self._unclaimed(everything), missing, self.misfits
         )
 
-    def _unclaimed(self) -> bytes:
-        everything = self.names.asked_for
+    def _unclaimed(self, everything: list[str]) -> bytes:
         bits = bytearray(-(-len(everything) // 8))
         for i, name in enumerate(everything):
             if name not in self.claimed:
@@ -140,11 +128,11 @@ class _Comparison:
         saved, aliases = self.names.saved, self.state.aliases
         tied: dict[str, list[str]] = {}
         for alias, name in aliases.items():
-            tied.setdefault(name, []).append(alias)
+            tied.setdefault(name, [name]).append(alias)
         for name, entry in self.state.entries.items():
             if name in aliases or not saved.asked(name):
                 continue
-            stored = [n for n in (name, *tied.get(name, ())) if n in saved.tensors]
+            stored = [n for n in tied.get(name, (name,)) if n in saved.tensors]
             if not stored:
                 self.missing.append(name)
                 continue
@@ -168,7 +156,7 @@ class _Comparison:
                 )
 
     def _tensor(self, name: str, entry: Entry) -> None:
-        if any(_shares_elements(view.tensor) for view in entry.views):
+        if any(map(_shares_elements, entry.views)):
             if self._fits_shape(name, entry.name, entry.shape):
                 self.misfits.append(
                     f"{entry.name}: is an expanded tensor here, whose elements share memory; give a clone() of it"
@@ -198,9 +186,9 @@ class _Comparison:
     def _read(self, batch: Batch, name: str, entries: Iterable[Entry]) -> None:
         stored, record = self.names.stored(name)
         for entry in entries:
-            batch.reads.extend(
-                Read(Wanted(stored, record, view.box, view.tensor), entry.spread) for view in entry.views
-            )
+            for view in entry.views:
+                batch.wanted.append(Wanted(stored, record, view.box, view.tensor))
+                batch.spreads.append(entry.spread)
 
     def constant(self, name: str, tensor: torch.Tensor) -> None:
         """An entry of a module's state dict that nothing takes back: the saved one has to be what is there."""
@@ -254,9 +242,11 @@ class _Comparison:
         self._read(batch, name, entries)
 
 
-def _shares_elements(tensor: torch.Tensor) -> bool:
-    strides = tensor.stride()
-    return 0 in strides and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True))
+def _shares_elements(view: View) -> bool:
+    tensor = view.tensor
+    return not tensor.is_contiguous() and any(
+        n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 _PART = 16 << 20

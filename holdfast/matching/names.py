@@ -45,7 +45,7 @@ class Names:
     @property
     def asked_for(self) -> list[str]:
         """Everything that is asked for, sorted: the same list on every rank."""
-        return sorted({*self.saved.tensors, *self.saved.values, *self.per_rank})
+        return sorted({**self.saved.tensors, **self.saved.values, **self.per_rank})
 
 
 def names_of(

@@ -53,6 +53,13 @@ def child(prefix: str, key: str) -> str:
     return f"{prefix}/{escape(key)}" if prefix else escape(key)
 
 
+def children(prefix: str, keys: Sequence[str]) -> list[str]:
+    """The names of all ``keys`` below ``prefix``, looked at together: hardly one of thousands has to be escaped."""
+    start = f"{prefix}/" if prefix else ""
+    plain = _NEEDS_CARE("".join(keys)) is None and _RESERVED.keys().isdisjoint(keys)
+    return [start + (key if plain else escape(key)) for key in keys]
+
+
 def section_of(name: str) -> str:
     """The section a name belongs to: its first key, or ``state`` for a leaf directly at the top."""
     head, slash, _ = name.partition("/")
@@ -61,8 +68,7 @@ def section_of(name: str) -> str:
 
 def in_section(name: str) -> str:
     """The name without its section: how a data file of that section calls it."""
-    _, slash, rest = name.partition("/")
-    return rest if slash else name
+    return name[name.find("/") + 1 :]
 
 
 def under(name: str, prefix: str) -> bool:

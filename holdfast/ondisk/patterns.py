@@ -170,6 +170,8 @@ def asked_in_target(only: Patterns, rename: Rename | None, renamed: Mapping[str,
     ``renamed``: the target's name of each saved one. What nothing is saved of goes by the name that it would have been
     saved under. A function cannot be asked for that: with one such a name counts as asked for, and is missed then.
     """
+    if only == "*":
+        return lambda own: True
     fits = matcher(only)
     fitting = {own: fits(saved) for saved, own in renamed.items()}
     if callable(rename):

@@ -134,8 +134,7 @@ def _hand_values_back(walk: Loading, path: str, node: Any, put: Put) -> None:
 def container(walk: Walk, path: str, node: Any, put: Put) -> None:
     """Visit what a container holds. It is filled in place and keeps its class; a tuple is replaced if it has to be."""
     new_items = list(node) if isinstance(node, tuple) else node
-    for name, (key, value) in trees.note_container(path, node, walk.into, in_place=True):
-        at = names.child(path, name)
+    for at, (key, value) in trees.note_container(path, node, walk.into, in_place=True):
         if is_tensor_leaf(value):  # most are: the table would say the same
             walk.plain(at, value)
         else:

@@ -117,6 +117,12 @@ def entries_of(name: str, value: object, ranks: Ranks) -> list[Entry]:
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
     """torch's name of the element type. Raises Unsupported for what has no plain bytes."""
+    if tensor.layout is not torch.strided or tensor.data_ptr() < _LOWEST or tensor.is_quantized:
+        _check_bytes(name, tensor)
+    return dtypes.name_of(tensor.dtype)
+
+
+def _check_bytes(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise Unsupported(f"{name} is on the meta device and has no bytes; materialize it first (to_empty, then init)")
     if tensor.is_quantized:
@@ -128,7 +134,6 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
             f"{name} has no memory: its storage was freed (untyped_storage().resize_(0)), as FSDP frees unsharded "
             "parameters; save the sharded parameter, or before it is freed"
         )
-    return dtypes.name_of(tensor.dtype)
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

@@ -54,7 +54,7 @@ def note_container(
 ) -> list[tuple[str, tuple[Any, Any]]]:
     """Note what kind of container this is, where its name does not say it (see docs/format.md).
 
-    Returns the name of each child, with its key and the child. A container that is filled ``in_place`` keeps its class
+    Returns the path of each child, with its key and the child. A container that is filled ``in_place`` keeps its class
     and order. Raises Unsupported for keys that a checkpoint does not keep.
     """
     try:
@@ -70,7 +70,7 @@ def note_container(
             _check_top(named)
     except values.Refused as error:
         raise Unsupported(f"{path or 'the state'}: {error.reason}") from None
-    return [(name, item) for (name, _), item in zip(named, items_of(node), strict=True)]
+    return list(zip(names.children(path, [name for name, _ in named]), items_of(node), strict=True))
 
 
 def add_values(path: str, node: Any, into: Collected, *, owned: bool) -> None:
@@ -85,8 +85,8 @@ def add_values(path: str, node: Any, into: Collected, *, owned: bool) -> None:
             return
     except values.Refused as error:
         raise Unsupported(f"{path}{error.path}: {error.reason}") from None
-    for name, (_, value) in note_container(path, node, into):
-        add_values(names.child(path, name), value, into, owned=owned)
+    for at, (_, value) in note_container(path, node, into):
+        add_values(at, value, into, owned=owned)
 
 
 def add_tree(path: str, node: Any, into: Collected, leaf: Leaf, *, owned: bool) -> None:
@@ -94,8 +94,8 @@ def add_tree(path: str, node: Any, into: Collected, leaf: Leaf, *, owned: bool) 
     if is_tensor_leaf(node):
         leaf(path, node)
     elif is_container(node) and not only_values(node):
-        for name, (_, value) in note_container(path, node, into):
-            add_tree(names.child(path, name), value, into, leaf, owned=owned)
+        for at, (_, value) in note_container(path, node, into):
+            add_tree(at, value, into, leaf, owned=owned)
     else:
         add_values(path, node, into, owned=owned)
 
