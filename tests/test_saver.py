@@ -31,7 +31,7 @@ from holdfast.write import buffer as buffers
 from holdfast.write import file_writer
 from holdfast.write import pool as buffer_pool
 from tests import meshes, pool
-from tests.patience import wait_until
+from tests.patience import freeze, wait_until
 
 LONG = 240.0
 WORKERS = ["thread", "process"]
@@ -324,7 +324,7 @@ def test_a_killed_writer_fails_its_save_and_the_next_one_starts_another(tmp_path
         saver.save(_state(1), tmp_path / "1").wait()
         for kill in range(2, 5):
             pid = _writer(saver)
-            os.kill(pid, signal.SIGSTOP)
+            freeze(pid)
             savings = [saver.save(_state(kill, 10_000), tmp_path / f"{kill} {i}") for i in range(2)]
             for saving in savings:
                 saving.wait_staged(LONG)

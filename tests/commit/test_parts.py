@@ -76,7 +76,7 @@ elif moment == "staged":
     # Its writer is stopped: all that it was told is still to be done when the trainer dies.
     real = write.Writing.leave
     def leave(self, small):
-        os.kill(saver._pool.worker.pid, signal.SIGSTOP)
+        freeze(saver._pool.worker.pid)
         real(self, small)
         threading.Timer(0.5, os.kill, [saver._pool.worker.pid, signal.SIGCONT])
         die()

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from holdfast.read.shared import pass_on, share
 from holdfast.run.tiers import nodes
 from holdfast.saver import Saver
 from holdfast.write import write
+from tests.patience import freeze
 from tests.read.share_trials import eager
 from tests.trials import beside, forked, read_line, serve_store
 
@@ -188,7 +190,7 @@ class Rank:
         self._hits += 1
         if self._hits == (2 if self.trial.phase in ("reading", "copying", "joining") else 1):
             self.tell("stops")
-            os.kill(os.getpid(), self.trial.number)
+            signal.pthread_kill(threading.get_ident(), self.trial.number)  # this thread too, at once
 
     def freeze_writer(self, saver: Saver) -> None:
         stage = write.Writing.stage
@@ -196,7 +198,7 @@ class Rank:
         def staging(writing: Any, *sections: Any) -> None:
             write.Writing.stage = stage  # type: ignore[method-assign]
             pid = saver._pool.worker.pid  # type: ignore[union-attr]
-            os.kill(pid, signal.SIGSTOP)
+            freeze(pid)
             self.tell("stops", writer=pid)
             stage(writing, *sections)
 

@@ -40,6 +40,7 @@ from holdfast.commit.agree import _Agreeing
 from holdfast.commit.job import Job
 from holdfast.commit.outgoing import Outgoing
 from holdfast.write import pool, write
+from tests.patience import freeze
 from tests.trials import beside, forked, read_line, serve_store
 
 STAGES = ["save", "plan", "planned", "staging", "staged", "handed", "durable", "committing", "committed", "parts"]
@@ -174,7 +175,7 @@ class Rank:
                 break
             if trial.slow and step == STEP:
                 manager.wait()
-                os.kill(self.writer, signal.SIGSTOP)
+                freeze(self.writer)
             try:
                 begun = manager.step(step, state_of(step, self.rank, trial, trial.world))
             except holdfast.errors.RankLost:

@@ -30,6 +30,7 @@ from holdfast import manager as manager_module
 from holdfast.run.saves import Saves
 from holdfast.write import file_writer
 from tests import pool
+from tests.patience import freeze
 
 ROWS = 60_000
 
@@ -51,7 +52,7 @@ class Blocked:
         self.pid = manager._saves.saver._pool.worker.pid if worker == "process" else None
         self._free, self._write, self._error = threading.Event(), file_writer._write, None
         if self.pid is not None:
-            os.kill(self.pid, signal.SIGSTOP)
+            freeze(self.pid)
         else:
             file_writer._write = self._wait
 

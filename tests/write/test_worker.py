@@ -24,6 +24,7 @@ from holdfast.write import file_writer
 from holdfast.write.buffer import StagingBuffer
 from holdfast.write.jobs import Worker
 from holdfast.write.worker import ProcessWorker, ThreadWorker, start
+from tests.patience import freeze
 
 LONG = 240.0
 
@@ -198,7 +199,7 @@ def _state(pid: int) -> str | None:
 def test_a_killed_process_is_told_by_name_and_leaves_no_zombie(process: ProcessWorker, tmp_path: Path) -> None:
     desk = Desk(process)
     file = desk.open(tmp_path / "f")
-    os.kill(process.pid, signal.SIGSTOP)  # so that it is killed before it has written
+    freeze(process.pid)  # so that it is killed before it has written
     jobs = [desk.write(file, b"x", 0), process.finish(file, b"h" * SECTOR, SECTOR), process.leave([], [], [])]
     os.kill(process.pid, signal.SIGKILL)
     for job in jobs:

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ def watch(stage: str, number: int) -> None:
     def stop(at: Any) -> None:
         folder = at if isinstance(at, Path) else at.job.folder
         if folder.name == "step":
-            os.kill(os.getpid(), number)
+            signal.pthread_kill(threading.get_ident(), number)  # this thread too, at once
 
     def around(owner: Any, name: str, *, after: bool = False) -> None:
         done = getattr(owner, name)
