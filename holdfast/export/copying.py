@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +21,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.export.draft import Atom, Draft, Fixed, Sums, Unit
 from holdfast.export.partial import Journal, Row
 from holdfast.export.summing import workers_for
-from holdfast.export.windows import Windows, stretches_of
+from holdfast.export.windows import Windows, stretches_of, windows_of_threads
 from holdfast.ondisk import blocks
 from holdfast.read.ranges import Verify
 from holdfast.read.source import ReadStats
@@ -66,14 +65,11 @@ def copy_units(
     """Copy these units into the files below ``content``, which have their room already; all is durable at the end."""
     copied = Copied()
     ours = {unit.number for unit in units}
-    local = threading.local()
     fresh: list[_Done] = []
 
     def work(unit: Unit) -> _Done:
-        if not hasattr(local, "windows"):
-            local.windows = Windows()
         alone = unit.number - 1 not in ours
-        done = _copy(checkpoint, unit, local.windows, content / unit.path, draft.sums, verify, alone=alone)
+        done = _copy(checkpoint, unit, windows(), content / unit.path, draft.sums, verify, alone=alone)
         progress(unit.nbytes)
         return done
 
@@ -88,29 +84,28 @@ def copy_units(
         fresh.clear()
 
     unsynced = 0
-    for done in in_order(work, units, min(WORKERS, workers_for(units))):
-        fresh.append(done)
-        unsynced += done.unit.nbytes
-        if unsynced >= SYNC:
-            note()
-            unsynced = 0
+    with windows_of_threads() as windows:
+        for done in in_order(work, units, min(WORKERS, workers_for(units))):
+            fresh.append(done)
+            unsynced += done.unit.nbytes
+            if unsynced >= SYNC:
+                note()
+                unsynced = 0
     note()
     return copied
 
 
 def products_of(units: Sequence[Unit], *, verify: Verify, stats: ReadStats) -> Iterator[tuple[str, list[float]]]:
     """For each stretch of two sources a and b that units hold: its name, and its parts of a·a, b·b and a·b."""
-    local = threading.local()
 
     def work(unit: Unit) -> tuple[list[tuple[str, list[float]]], ReadStats]:
-        if not hasattr(local, "windows"):
-            local.windows = Windows()
         counts = ReadStats()
-        return list(local.windows.products(stretches_of(unit, 0), verify, counts)), counts
+        return list(windows().products(stretches_of(unit, 0), verify, counts)), counts
 
-    for found, counts in in_order(work, units, min(WORKERS, workers_for(units))):
-        stats.read += counts.read
-        yield from found
+    with windows_of_threads() as windows:
+        for found, counts in in_order(work, units, min(WORKERS, workers_for(units))):
+            stats.read += counts.read
+            yield from found
 
 
 def in_order(work: Callable[[Task], Done], units: Iterable[Task], workers: int = 0) -> Iterator[Done]:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 
 from holdfast.buffers.memory import Buffer, buffer
@@ -17,7 +19,7 @@ from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, flat_boxes
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.read.ranges import Verify
-from holdfast.read.read import read_boxes
+from holdfast.read.read import Readers, read_boxes
 from holdfast.read.source import ReadStats
 from holdfast.read.wanted import Wanted
 from holdfast.storage.local.disk import SECTOR
@@ -28,8 +30,9 @@ _SECTION = "state"  # any section: a piece's key is its name without one
 class Windows:
     """The memory of one thread: the image, and rooms for what does not go there at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, readers: Readers) -> None:
         self.image = buffer(WINDOW + SECTOR)
+        self._readers = readers
         self._rooms: dict[str, Buffer] = {}
 
     def _room(self, name: str, nbytes: int) -> int:
@@ -47,14 +50,14 @@ class Windows:
         if of_one:
             self._read_of_one(checkpoint, of_one, verify, stats)
         if summed:
-            fill(summed, self._room, _once(verify, stats))
+            fill(summed, self._room, self._once(verify, stats))
         return stats
 
     def products(
         self, stretches: Sequence[Stretch], verify: Verify, stats: ReadStats
     ) -> Iterator[tuple[str, list[float]]]:
         """For each stretch of two sources a and b: its name, and its parts of a·a, b·b and a·b."""
-        for leaf, parts in products(stretches, self._room, _once(verify, stats)):
+        for leaf, parts in products(stretches, self._room, self._once(verify, stats)):
             yield leaf.name, parts
 
     def _read_of_one(
@@ -69,39 +72,52 @@ class Windows:
             parts.append(stretch._replace(address=raw) if nbytes else stretch)
             raw += nbytes
         # Of runs each block is read whole and proved; of boxes in many pieces that might be many times their bytes.
-        _fetch(checkpoint, parts, "blocks" if verify is True else verify, verify, stats)
+        self._fetch(checkpoint, parts, "blocks" if verify is True else verify, verify, stats)
         for stretch, address in casts:
             leaf = stretch.leaf
             saved = host_tensor(address, stretch.size * dtypes.itemsize(leaf.record.dtype))
             target = host_tensor(stretch.address, stretch.size * leaf.itemsize)
             target.view(dtypes.torch_dtype(leaf.dtype)).copy_(saved.view(dtypes.torch_dtype(leaf.record.dtype)))
 
+    def _once(self, verify: Verify, stats: ReadStats) -> Fetch:
+        """Reads each byte once: a block of which windows have parts is proved with verify="blocks" alone."""
+        return lambda checkpoint, stretches: self._fetch(checkpoint, stretches, verify, verify, stats)
 
-def _once(verify: Verify, stats: ReadStats) -> Fetch:
-    """Reads each byte of a source once: a block of which windows have parts is proved with verify="blocks" alone."""
-    return lambda checkpoint, stretches: _fetch(checkpoint, stretches, verify, verify, stats)
+    def _fetch(
+        self, checkpoint: Checkpoint, stretches: Sequence[Stretch], of_runs: Verify, of_boxes: Verify, stats: ReadStats
+    ) -> None:
+        """Read stretches as they were saved; those that are runs are checked in another way than others."""
+        runs: list[Wanted] = []
+        boxes: list[Wanted] = []
+        for stretch in stretches:
+            (boxes if stretch.leaf.runs is None else runs).extend(_wanted(stretch, stretch.address))
+        sealed = stretches[0].leaf.sealed
+        for wanted, how in ((runs, of_runs), (boxes, of_boxes if sealed else False)):
+            if wanted:
+                counts = read_boxes(checkpoint.files, wanted, verify=how, readers=self._readers)
+                stats.read += counts.read
+                stats.unverified += counts.unverified if sealed or not of_boxes else counts.needed
+
+
+@contextmanager
+def windows_of_threads() -> Iterator[Callable[[], Windows]]:
+    """Gives each thread that asks windows of its own. They share the threads that read."""
+    local = threading.local()
+    with Readers() as readers:
+
+        def windows() -> Windows:
+            if not hasattr(local, "windows"):
+                local.windows = Windows(readers)
+            own: Windows = local.windows
+            return own
+
+        yield windows
 
 
 def stretches_of(unit: Unit, origin: int) -> list[Stretch]:
     """The atoms of a unit joined by spans. ``origin``: the address for the first byte of the file."""
     spans = (list(atoms) for _, atoms in groupby(unit.atoms, key=lambda atom: atom.span))
     return [Stretch(a[0].leaf, a[0].start, a[-1].stop, origin + a[0].offset) for a in spans]
-
-
-def _fetch(
-    checkpoint: Checkpoint, stretches: Sequence[Stretch], of_runs: Verify, of_boxes: Verify, stats: ReadStats
-) -> None:
-    """Read stretches as they were saved; those that are runs are checked in another way than others."""
-    runs: list[Wanted] = []
-    boxes: list[Wanted] = []
-    for stretch in stretches:
-        (boxes if stretch.leaf.runs is None else runs).extend(_wanted(stretch, stretch.address))
-    sealed = stretches[0].leaf.sealed
-    for wanted, how in ((runs, of_runs), (boxes, of_boxes if sealed else False)):
-        if wanted:
-            counts = read_boxes(checkpoint.files, wanted, verify=how)
-            stats.read += counts.read
-            stats.unverified += counts.unverified if sealed or not of_boxes else counts.needed
 
 
 def _wanted(stretch: Stretch, at: int) -> Iterator[Wanted]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
@@ -32,24 +32,45 @@ READERS, AHEAD = 4, 4
 """Threads that read a local disk: more add nothing (measured); and jobs for each thread that wait for it."""
 
 
+class Readers:
+    """The threads that read, and the buffers that each has, for several calls of `read_boxes`."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, ThreadPoolExecutor] = {}
+
+    def pool(self, threads: int) -> ThreadPoolExecutor:
+        """So many of them. They start when they are needed, and end when the block is left."""
+        return self._pools.setdefault(threads, ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read"))
+
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self._pools.values():
+            pool.shutdown()
+
+
 def read_boxes(
-    files: Files, wanted: Iterable[Wanted], *, verify: Verify = True, progress: Callable[[int], None] | None = None
-) -> ReadStats:
+    files: Files, wanted: Iterable[Wanted], *, verify: Verify = True, progress: Callable[[int], None] | None = None,
+    readers: Readers | None = None,
+) -> ReadStats:  # fmt: skip
     """Fill every view. Raises Damaged, naming file and tensor, for a missing, short or altered file.
 
     ``verify``: True checks every block that is read whole, and reads blocks that are wanted in part whole as long
     as that adds less than 4 % in all (the rest is counted as unverified); ``"blocks"`` reads and checks whole blocks
-    always; False checks none.
+    always; False checks none. ``readers``: threads that several calls share; by default it has its own.
     """
     stats = ReadStats()
     plans, round_up = overlaps_of(files, wanted, verify, stats)
     streams, threads = Streams(), threads_for(files, plans)
     ready_for_threads()
-    # The pool is left first: no file is closed while a job may still read it.
-    with ExitStack() as stack, ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
+    # The jobs end first: no file is closed while one may still read it.
+    with ExitStack() as opened, ExitStack() as ending:
+        pool = (readers or ending.enter_context(Readers())).pool(threads)
         jobs = Jobs(pool, AHEAD * threads)  # bounded: no more windows alive than are being filled
+        ending.callback(jobs.end)
         for index in sorted(plans):
-            one = stack.enter_context(ExitStack())
+            one = opened.enter_context(ExitStack())
             source = source_of(files.path(index), one.enter_context(files.opened(index)), stats)
             for job in jobs_for(plans[index], verify, round_up=round_up, gap=source.gap, straight=source.straight):
                 for r in job:
@@ -93,6 +114,12 @@ class Jobs:
             self._finished += 1
         while self._opened and self._opened[0][0] <= self._finished:
             self._opened.popleft()[1].close()
+
+    def end(self) -> None:
+        """Drop the jobs that have not begun, and wait for the others, whatever becomes of them."""
+        for future in self._pending:
+            future.cancel()
+        wait(self._pending)
 
 
 def overlaps_of(

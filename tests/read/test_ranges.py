@@ -313,3 +313,25 @@ def test_a_real_device_is_filled_in_order(tmp_path: Path, dtype: torch.dtype, st
         doubled = memory * 2
     torch.cuda.synchronize()
     assert torch.equal(doubled.cpu(), (tensor.to(dtype) * 2))
+
+
+def test_several_reads_share_their_threads_also_after_one_that_failed(tmp_path: Path, small: None) -> None:
+    tensor = made((64, 64), torch.float32)
+    files = OneFile(LocalPlace(tmp_path), tensor, 16)
+    wrong = OneFile(LocalPlace(tmp_path), tensor, 16)
+    wrong.sums = ("0" * 16, *wrong.sums[1:])
+
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("holdfast-read")}
+
+    before, own = threads(), set[threading.Thread]()
+    with read.Readers() as readers:
+        for _ in range(3):
+            view = torch.zeros(64, 64)
+            read_boxes(files, [Wanted("t", files.record, whole((64, 64)), view)], verify="blocks", readers=readers)
+            assert torch.equal(view, tensor)
+            with pytest.raises(Damaged):
+                read_boxes(wrong, [Wanted("t", files.record, whole((64, 64)), view)], verify="blocks", readers=readers)
+            own |= threads() - before
+    assert 0 < len(own) <= read.READERS
+    assert not any(thread.is_alive() for thread in own)
