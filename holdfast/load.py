@@ -151,18 +151,24 @@ def load_opened(
         events.span("load", where, ranks.rank, whole=True) as whole, no_collection(), plain_tensors(),
         ranks.call(label, deadline=deadline) as call,
     ):  # fmt: skip
-        with events.span("match", where, ranks.rank):
-            work = partial(open_and_match, opening, into, options, ranks, where)
-            (matched, demand), verdict = keeping(call, "match", work, judge, Verdict)
-            shared = sharing.agree(call, demand, verdict.choice)
-        with closing(shared):
-            with events.span("copy wait", where, ranks.rank):
-                wait_for_copies()  # a save in the background still reads what would change here
-            early = _hand_over_early(call, matched, options.verify) if verdict.early else ReadStats()
-            loaded = restore(call, matched, shared, where, verify=options.verify, early=early)
+        loaded = _load_in(call, opening, into, where, options)  # its boxes are gone before the collector looks again
         whole.nbytes = loaded.bytes_read + loaded.bytes_received
     events.reached("loaded", loaded.checkpoint.path, ranks.rank)
     return replace(loaded, seconds=monotonic() - began)
+
+
+def _load_in(
+    call: Call, opening: Callable[[], Checkpoint], into: dict[str, Any], where: str, options: Options
+) -> Loaded:  # fmt: skip
+    with events.span("match", where, call.ranks.rank):
+        work = partial(open_and_match, opening, into, options, call.ranks, where)
+        (matched, demand), verdict = keeping(call, "match", work, judge, Verdict)
+        shared = sharing.agree(call, demand, verdict.choice)
+    with closing(shared):
+        with events.span("copy wait", where, call.ranks.rank):
+            wait_for_copies()  # a save in the background still reads what would change here
+        early = _hand_over_early(call, matched, options.verify) if verdict.early else ReadStats()
+        return restore(call, matched, shared, where, verify=options.verify, early=early)
 
 
 def open_and_match(

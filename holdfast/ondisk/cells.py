@@ -30,7 +30,7 @@ class Cells(msgspec.Struct, frozen=True, omit_defaults=True, cache_hash=True):
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None = None
 
 
-class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
+class TensorRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A tensor: torch's dtype name, global shape, how it is cut into cells, and the file of each non-empty cell."""
 
     dtype: str

@@ -18,7 +18,7 @@ from holdfast.ondisk.values import JSON
 from holdfast.plan.spread import Spread
 
 
-class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
+class TensorLayout(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One tensor; ``spread`` indexes the layout's table. ``alias`` is set if it is the same memory as another name.
 
     ``empty``: the rank has no element of it, and so cannot know whether it is an alias. ``first``
