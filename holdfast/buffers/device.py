@@ -31,7 +31,7 @@ def streams_of(kind: str) -> Any:
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """The devices with streams that hold any of these tensors."""
-    devices = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
+    devices = dict.fromkeys(t.device for t in tensors)
     return [d for d in devices if streams_of(d.type) is not None]
 
 

@@ -23,9 +23,17 @@ LARGE = 1 << 20
 """From this many bytes on, a contiguous copy on the host has pages of its own."""
 
 
+_HOST = torch.device("cpu")
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in host memory. The type of its device says so too, as a text that is made each time."""
+    return tensor.device == _HOST
+
+
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes, row-major, lie one after the other: contiguous, no lazy conjugate or minus."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def address_of(tensor: torch.Tensor, name: str = "") -> int:

@@ -121,7 +121,7 @@ class Outgoing:
 
     @property
     def on_device(self) -> bool:
-        return any(source.device.type != "cpu" for file in self.files for source in file.sources)
+        return any(file.is_on_device for file in self.files)
 
     def stage(self, task: events.Task) -> None:
         """Copy everything that is not copied yet; after that, training may change any tensor. Does its work once."""

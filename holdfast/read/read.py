@@ -130,16 +130,16 @@ def overlaps_of(
     by_file: defaultdict[int, list[Overlap]] = defaultdict(list)
     files.prepare((index for want in wanted for _, index in want.record.touching(want.box)), stats)
     for want in wanted:
-        stats.needed += want.view.numel() * dtypes.itemsize(want.record.dtype)
-        for cell, index in want.record.touching(want.box):
-            index, piece, sums = files.piece(index, want.name, *(want.cell or (cell, want.record)), stats)
-            if cell is want.box or cell == want.box:
-                box, view = cell, want.view
-            elif (both := intersect(cell, want.box)) is None:
-                continue
-            else:
-                box, view = both, narrowed(want.view, relative(both, want.box))
-            by_file[index].append(Overlap(index, piece, sums, box, cell, view, want.record.dtype))
+        box, dtype = want.box, want.record.dtype
+        stats.needed += want.view.numel() * dtypes.itemsize(dtype)
+        for cell, index in want.record.touching(box):
+            saved_cell, record = want.cell or (cell, want.record)
+            index, piece, sums = files.piece(index, want.name, saved_cell, record, stats)
+            if cell is box or cell == box:
+                by_file[index].append(Overlap(index, piece, sums, cell, cell, want.view, dtype))
+            elif (both := intersect(cell, box)) is not None:
+                view = narrowed(want.view, relative(both, box))
+                by_file[index].append(Overlap(index, piece, sums, both, cell, view, dtype))
     return by_file, rounds_up((overlap for overlaps in by_file.values() for overlap in overlaps), verify, stats.needed)
 
 

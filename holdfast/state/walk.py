@@ -22,7 +22,7 @@ from holdfast.state.kinds import is_dtensor
 from holdfast.state.leaves import Collected, Saved
 from holdfast.state.parameters import Known, names_of_parameters
 from holdfast.state.recall import Recall
-from holdfast.state.tensors import entries_of
+from holdfast.state.tensors import PLAIN, entries_of
 from holdfast.state.trees import bare_tensors
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Walk:
         for entry in entries_of(path, tensor, self.ranks):
             into.add(entry)
             into.changes.plain.append(entry.name)
-        if is_dtensor(tensor):
+        if type(tensor) not in PLAIN and is_dtensor(tensor):
             into.changes.dtensors.append(tensor)
 
     def noted(self, path: str, tensor: Any, into: Collected | None = None) -> None:

@@ -39,6 +39,11 @@ class DataFile:
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.pieces)
 
+    @cached_property
+    def is_on_device(self) -> bool:
+        """Whether any of its bytes arrive later than they are asked for."""
+        return any(device.type != "cpu" for device in {source.device for source in self.sources})
+
 
 @dataclass(frozen=True)
 class Written:

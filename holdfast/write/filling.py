@@ -10,7 +10,6 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import xxhash
@@ -61,10 +60,10 @@ class FilledFile:
         self._left = file.nbytes  # bytes that no chunk was taken for yet
         self._buffer, self._copier, self._landing = buffer, copier, landing
 
-    @cached_property
+    @property
     def is_on_device(self) -> bool:
         """Whether bytes arrive later than they are asked for: whole chunks are summed and handed over as they land."""
-        return any(source.device.type != "cpu" for source in self.file.sources)
+        return self.file.is_on_device
 
     def fill(self) -> None:
         """Copy every piece into chunks, and hand over each that is full."""

@@ -166,12 +166,11 @@ def write_at_once(
     """
     opened.paths += [folder / path for path, _ in small]
     folder.make_folders(file.section for file in files)
-    sources = [tensor for file in files for tensor in file.sources]
-    pinned = any(tensor.device.type != "cpu" for tensor in sources)
+    after = Moments.now(devices_of(tensor for file in files for tensor in file.sources))
     with Ring(remote=folder.is_remote) as ring:
         writing = Writing(
-            files, folder, save=save, rank=rank, opened=opened, after=Moments.now(devices_of(sources)),
-            buffer=ring.take([file.nbytes for file in files], pinned=pinned),
+            files, folder, save=save, rank=rank, opened=opened, after=after,
+            buffer=ring.take([file.nbytes for file in files], pinned=any(file.is_on_device for file in files)),
         )  # fmt: skip
         writing.progress.report = progress
         try:
