@@ -23,7 +23,7 @@ from holdfast.buffers.stage import Samples, as_integers, differing, samples_of
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.names import section_of
 from holdfast.state import Collected, claim, extent, memory_of, note, plain_parts, tensors_of
-from holdfast.state.leaves import View
+from holdfast.state.leaves import Entry, View
 
 HOLD = 64 << 20
 """Bytes of restless tensors that are copied aside at once, a few milliseconds; what is larger is staged at once.
@@ -260,8 +260,10 @@ def hold_still(state: Collected, distrusted: set[str]) -> StableState:
     are names that did not hold still once.
     """
     claim(state)
-    sizes = {name: sum(view.tensor.nbytes for view in entry.views) for name, entry in state.entries.items()}
-    restless = {name for name in sizes if not _is_still(name, state) or name in distrusted}
+    changes, entries = state.changes, state.entries
+    sizes = {name: sum([view.tensor.nbytes for view in entry.views]) for name, entry in entries.items()}
+    still = changes.stable.union(alias for alias, name in state.aliases.items() if name in changes.stable)
+    restless = sizes.keys() - (still - distrusted)
     for leaf in state.per_rank.values():
         for reference, tensor in leaf.tensors.items():
             leaf.tensors[reference] = _copied(tensor)
@@ -272,18 +274,17 @@ def hold_still(state: Collected, distrusted: set[str]) -> StableState:
             loose.add(name)
             continue
         left -= sizes[name]
-        entry = state.entries[name]
-        state.entries[name] = entry._replace(views=[View(view.box, _copied(view.tensor)) for view in entry.views])
-    watched = watch((name, view.tensor) for name, view in _views(state) if name not in restless)
-    changes = state.changes
+        entry = entries[name]
+        views = [View(view.box, _copied(view.tensor)) for view in entry.views]
+        entries[name] = Entry(name, entry.dtype, entry.shape, entry.spread, views)
+    watched = watch((n, view.tensor) for n, entry in entries.items() if n not in restless for view in entry.views)
     theirs = [*changes.dtensors, *(tensor for optimizer in changes.optimizers for tensor in tensors_of(optimizer))]
     versions = [(tensor, tensor._version) for tensor in theirs if not tensor.is_inference()]
-    tensors = [view.tensor for entry in state.entries.values() for view in entry.views]
-    tensors += [tensor for leaf in state.per_rank.values() for tensor in leaf.tensors.values()]
     # Of bare tensors alone: where objects are given, it would be half of what the call costs.
     bare = {*changes.plain} - restless
-    samples = samples_of((name, view.tensor) for name in bare for view in state.entries[name].views)
-    return StableState(loose, watched, versions, samples, Moments.now(devices_of(tensors)), sizes, restless - loose)
+    samples = samples_of((name, view.tensor) for name in bare for view in entries[name].views)
+    moments = Moments.now(devices_of(state.tensors()))
+    return StableState(loose, watched, versions, samples, moments, sizes, restless - loose)
 
 
 def _overlaps(tensor: torch.Tensor, spans: list[tuple[int, int]]) -> bool:
@@ -291,13 +292,14 @@ def _overlaps(tensor: torch.Tensor, spans: list[tuple[int, int]]) -> bool:
     return any(begin < other_end and other_begin < end for other_begin, other_end in spans)
 
 
+_COMMON = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8}
+
+
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype in _COMMON:
+        return tensor.clone(memory_format=torch.contiguous_format)
     # As integers: torch cannot copy elements of every type.
     return as_integers(tensor).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
-
-
-def _is_still(name: str, state: Collected) -> bool:
-    return name in state.changes.stable or state.aliases.get(name) in state.changes.stable
 
 
 def check_still(names: list[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from holdfast.buffers.memory import buffer, move
 from holdfast.errors import Unsupported
 from holdfast.state import extent
-from holdfast.state.tensors import is_freed
+from holdfast.state.tensors import LOWEST, is_freed
 
 SLAB = 16 << 20
 """A tensor that is not contiguous is made so in parts of at most this many bytes. Two may be there at a time."""
@@ -38,12 +38,13 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 
 def address_of(tensor: torch.Tensor, name: str = "") -> int:
     """Where a tensor lies. Raises Unsupported if its storage was freed meanwhile; reading it would end the process."""
-    if is_freed(tensor):
+    address = tensor.data_ptr()
+    if address < LOWEST and is_freed(tensor):
         raise Unsupported(
             f"{name or f'a tensor of shape {list(tensor.shape)}'} lost its memory while it was being saved: call "
             "saving.wait_staged() before you free it (untyped_storage().resize_(0))"
         )
-    return tensor.data_ptr()
+    return address
 
 
 def contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

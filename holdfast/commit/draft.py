@@ -6,7 +6,7 @@ no file and asks no rank; each rank has proved that the files it reuses are ther
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import count
@@ -44,25 +44,31 @@ class Identity:
 
 
 def draft(
-    identity: Identity, plan: Plan, plain: Mapping[str, Any], kinds: Mapping[str, str], owned: OwnedJoin,
+    identity: Identity, plan: Plan, plain: Mapping[str, Any], layers: Mapping[str, str], owned: OwnedJoin,
     attachments: list[tuple[str, int, str]],
 ) -> Manifest:  # fmt: skip
     """The manifest of a save, all but the sizes and digests of its files, which only their writers know."""
-    index = _files_of(plan, identity.world_size)
+    kind_of = {
+        name: (tensor, pieces, (names.section_of(name), plan.volumes.get(name, 0)))
+        for name, tensor, pieces in plan.owned()
+    }
+    kinds = dict.fromkeys(kind_of.values())  # a handful, which thousands of tensors share
+    index = _files_of(kinds, plan, identity.world_size)
+    records = {kind: _record(kind[0], kind[1], index[kind[2]]) for kind in kinds}
     leaves, containers = _leaves(plain, owned)
     drafted = Manifest(
         save=identity.save,
         run=identity.run,
         step=identity.step,
         created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        producer=_producer(kinds, identity.lost),
+        producer=_producer(layers, identity.lost),
         world_size=identity.world_size,
         files=[
             [file_of(section, writer, identity.world_size, identity.save, volume, plan.volumes), 0, 0, ""]
             for (section, volume), writers in index.items()
             for writer in writers
         ],
-        tensors=_records(plan, index),
+        tensors={name: records[kind] for name, kind in kind_of.items()},
         values=leaves,
         containers={**plan.containers, **containers},
         aliases=plan.aliases,
@@ -175,32 +181,22 @@ def _renumbered(name: str, files: str, stands: list[dict[int, int]], number: dic
     return manifest.ranges(numbers)
 
 
-def _files_of(plan: Plan, world_size: int) -> dict[tuple[str, int], dict[int, int]]:
+_Kind = tuple[PlannedTensor, Owned, tuple[str, int]]
+"""What tensors share whose records are alike; the last is their section and volume."""
+
+
+def _files_of(kinds: Iterable[_Kind], plan: Plan, world_size: int) -> dict[tuple[str, int], dict[int, int]]:
     """Section and volume to writing rank to its file, by rank: so that the ranks of a tensor are few ranges.
 
     A section with a PerRank value has a file of every rank.
     """
-    owned: dict[tuple[str, int], set[Owned]] = {}
-    for name, _, pieces in plan.owned():
-        part = (names.section_of(name), plan.volumes.get(name, 0))
-        owned.setdefault(part, set()).add(pieces)  # a handful, which thousands of tensors share
-    writers = {part: {rank for pieces in kinds for rank in pieces.owners} for part, kinds in owned.items()}
+    writers: dict[tuple[str, int], set[int]] = {}
+    for _, pieces, part in kinds:
+        writers.setdefault(part, set()).update(pieces.owners)
     for path in plan.per_rank:
         writers.setdefault((names.section_of(path), 0), set()).update(range(world_size))
     numbers = count()
     return {part: dict(zip(sorted(ranks), numbers)) for part, ranks in writers.items()}  # noqa: B905
-
-
-def _records(plan: Plan, index: Mapping[tuple[str, int], Mapping[int, int]]) -> dict[str, TensorRecord]:
-    made: dict[tuple[Owned, PlannedTensor, tuple[str, int]], TensorRecord] = {}
-    records = {}
-    for name, tensor, pieces in plan.owned():
-        key = (pieces, tensor, (names.section_of(name), plan.volumes.get(name, 0)))
-        record = made.get(key)
-        if record is None:
-            record = made[key] = _record(tensor, pieces, index[key[2]])
-        records[name] = record
-    return records
 
 
 def _record(tensor: PlannedTensor, pieces: Owned, files: Mapping[int, int]) -> TensorRecord:

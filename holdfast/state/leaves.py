@@ -5,7 +5,7 @@ Only this room makes them; plan, save and load read them. Plain data that knows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -199,12 +199,10 @@ class Collected:
         if name in self.entries or name in self.values or name in self.owned or name in self.per_rank:
             raise Unsupported(f"two leaves of the state are both named {name}; rename one")
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """All memory that the leaves are views of."""
-        for entry in self.entries.values():
-            yield from (view.tensor for view in entry.views)
-        for leaf in self.per_rank.values():
-            yield from leaf.tensors.values()
+        tensors = [view.tensor for entry in self.entries.values() for view in entry.views]
+        return tensors + [tensor for leaf in self.per_rank.values() for tensor in leaf.tensors.values()]
 
 
 @dataclass(frozen=True)

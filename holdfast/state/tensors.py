@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_LOWEST = 1 << 40
+LOWEST = 1 << 40
 """Linux gives a program no memory below this address; of a freed storage the offset is left."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -117,7 +117,7 @@ def entries_of(name: str, value: object, ranks: Ranks) -> list[Entry]:
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
     """torch's name of the element type. Raises Unsupported for what has no plain bytes."""
-    if tensor.layout is not torch.strided or tensor.data_ptr() < _LOWEST or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.data_ptr() < LOWEST or tensor.is_quantized:
         _check_bytes(name, tensor)
     return dtypes.name_of(tensor.dtype)
 
@@ -139,7 +139,7 @@ def _check_bytes(name: str, tensor: torch.Tensor) -> None:
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether the storage of a tensor was freed. Reading it would end the process."""
     # Only an address that no memory has is looked into: this is asked of every tensor of a save.
-    return tensor.data_ptr() < _LOWEST and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    return tensor.data_ptr() < LOWEST and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Entry:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -106,18 +107,15 @@ def datafiles_of(
     if not in the state.
     """
     number, find = ranks.rank if writer is None else writer, source or memory_of
-    parts: dict[tuple[str, int], list[tuple[Piece, torch.Tensor, tuple[int, ...]]]] = {}
+    parts: defaultdict[tuple[str, int], list[tuple[Piece, torch.Tensor, tuple[int, ...]]]] = defaultdict(list)
 
     def add(name: str, key: str, dtype: str, tensor: torch.Tensor, shape: tuple[int, ...], lengths: Lengths) -> None:
         part = (names.section_of(name), plan.volumes.get(name, 0))
-        rows = parts.get(part)
-        if rows is None:
-            rows = parts[part] = []
-        rows.append((Piece(key, dtype, lengths, tensor.nbytes), tensor, shape))
+        parts[part].append((Piece(key, dtype, lengths, tensor.nbytes), tensor, shape))
 
     for name, tensor, box in plan.written_by(number):
         key = datafile.key_of(names.in_section(name), box, tensor.shape)
-        if box.size:
+        if 0 not in box.lengths:
             memory = find(state, name, box)
         else:  # an empty tensor, of which a sharded one has no view
             memory = torch.empty(box.lengths, dtype=dtypes.torch_dtype(tensor.dtype), device="cpu")
@@ -134,9 +132,12 @@ def datafiles_of(
         if len(by_key) < len(rows):
             raise Unsupported(f"two tensors of section {section!r} have the same key: rename the one at the top")
         pieces = datafile.arrange(piece for piece, _, _ in rows)
-        # A single number of a type kept as bytes is stored as one row of bytes, as a vector of one would be.
-        lost = {p.key for p in pieces if not p.lengths and datafile.stored_as_bytes(p.dtype)}
-        shapes = {datafile.base_of(p.key): by_key[p.key][1] for p in pieces if "[" in p.key or p.key in lost}
+        shapes = {
+            datafile.base_of(p.key): by_key[p.key][1]
+            for p in pieces
+            # A single number of a type kept as bytes is stored as one row of bytes, as a vector of one would be.
+            if "[" in p.key or (not p.lengths and datafile.stored_as_bytes(p.dtype))
+        }
         path = file_of(section, number, ranks.size, save, volume, plan.volumes)
         files.append(DataFile(path, section, pieces, [by_key[p.key][0] for p in pieces], shapes, volume))
     return files
