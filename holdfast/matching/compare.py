@@ -157,7 +157,7 @@ class _Comparison:
 
     def _tensor(self, name: str, entry: Entry) -> None:
         if any(map(_shares_elements, entry.views)):
-            if self._fits_shape(name, entry.name, entry.shape):
+            if self._fits_shape(entry.name, self.names.saved.tensors[name][1], entry.shape):
                 self.misfits.append(
                     f"{entry.name}: is an expanded tensor here, whose elements share memory; give a clone() of it"
                 )
@@ -165,17 +165,16 @@ class _Comparison:
             self.restored.append(entry.name)
             self._read(self.rest, name, [entry])
 
-    def _fits_shape(self, name: str, own_name: str, own_shape: tuple[int, ...]) -> bool:
-        shape = self.names.saved.tensors[name][1]
+    def _fits_shape(self, own_name: str, shape: tuple[int, ...], own_shape: tuple[int, ...]) -> bool:
         if shape != own_shape:
             self.misfits.append(f"{own_name}: {UNLIKE_SHAPE} {list(shape)}, here {list(own_shape)}")
         return shape == own_shape
 
     def _fits(self, name: str, own_name: str, own_dtype: str, own_shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this dtype and shape takes the saved one, and note a cast."""
-        if not self._fits_shape(name, own_name, own_shape):
+        dtype, shape = self.names.saved.tensors[name]
+        if not self._fits_shape(own_name, shape, own_shape):
             return False
-        dtype = self.names.saved.tensors[name][0]
         if dtype != own_dtype:
             if not self.cast:
                 self.misfits.append(f"{own_name}: saved as {dtype}, here {own_dtype} (cast=True converts)")

@@ -209,14 +209,11 @@ def check_said(manifest: Manifest) -> int:
 
 def _check_names(manifest: Manifest) -> None:
     kinds: tuple[Mapping[str, Any], ...] = (manifest.tensors, manifest.aliases, manifest.values, manifest.per_rank)
-    above: set[str] = set()
-    for kind in (*kinds, manifest.containers):
-        for path in kind:
-            if path.count("/") >= MAX_DEPTH:
-                raise ValueError(f"{path[:40]!r}… is nested more than {MAX_DEPTH} deep")
-            above.add(path.rpartition("/")[0])  # a few, of thousands of leaves
+    above = {path.rpartition("/")[0] for kind in (*kinds, manifest.containers) for path in kind}
     seen: set[str] = set()
-    for path in above:
+    for path in above:  # a few, of thousands of leaves
+        if path.count("/") >= MAX_DEPTH - 1:
+            raise ValueError(f"{path[:40]!r}… is nested more than {MAX_DEPTH} deep")
         while path and path not in seen:
             seen.add(path)
             path = path.rpartition("/")[0]

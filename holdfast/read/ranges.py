@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from holdfast.buffers.scatter import RunBuffer
-from holdfast.buffers.stage import is_on_host, is_plain_memory
+from holdfast.buffers.stage import HOST, is_plain_memory
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.box import Box, flat_boxes, intersect, relative
@@ -124,7 +124,7 @@ def spans_of(overlap: Overlap, gap: int = GAP) -> Spans:
 
 def _in_place(overlap: Overlap) -> bool:
     view = overlap.view
-    return is_on_host(view) and dtypes.name_of(view.dtype) == overlap.dtype and is_plain_memory(view)
+    return view.device == HOST and dtypes.name_of(view.dtype) == overlap.dtype and is_plain_memory(view)
 
 
 def rounds_up(overlaps: Iterable[Overlap], verify: Verify, needed: int) -> bool:
