@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch, here and in the ranks
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each fresh process would compile this package, and not torch
 
 import torch
 from rich.console import Console

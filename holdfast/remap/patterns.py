@@ -29,25 +29,26 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         text += f"(?P={name})" if name in seen else f"(?P<{name}>{'.+' if star else '[^./]+'})"
         seen.add(name)
         at = field.end()
-    if not pattern or not set("{}").isdisjoint("".join(_texts(pattern)[::3])):
+    return re.compile(text + re.escape(pattern[at:]))
+
+
+@lru_cache(maxsize=4096)
+def fields_of(pattern: str) -> tuple[str, ...]:
+    """The names of a pattern's captures. Raises Mismatch for what is no pattern."""
+    texts = _texts(pattern)
+    if not pattern or not set("{}").isdisjoint("".join(texts[::3])):
         raise Mismatch(f"{pattern[:_LONGEST]!r} is no name pattern: captures are written {{i}} or {{*rest}}")
     words = re.split(r"[./]", _FIELD.sub(lambda field: "*" if field[1] else "{", pattern))
     if pattern.count("{*") > 2 or any(word.count("{") + word.count("*") > 2 for word in words):
         raise Mismatch(f"{pattern[:_LONGEST]!r}: two captures {{*x}}, and two between points, are the most")
-    return re.compile(text + re.escape(pattern[at:]))
-
-
-def fields_of(pattern: str) -> tuple[str, ...]:
-    """The names of a pattern's captures. Raises Mismatch for what is no pattern."""
-    return tuple(_compiled(pattern).groupindex)
+    return tuple(dict.fromkeys(texts[2::3]))
 
 
 @lru_cache(maxsize=4096)
 def finder(pattern: str) -> Callable[[str], Captures | None]:
     """`captured` for one pattern and many names, most of which do not fit."""
-    compiled = _compiled(pattern)
-    texts = _texts(pattern)
-    begins, ends, fields = texts[0], texts[-1], sorted(compiled.groupindex)
+    texts, fields = _texts(pattern), sorted(fields_of(pattern))
+    begins, ends, compiled = texts[0], texts[-1], _compiled(pattern)
 
     def found(name: str) -> Captures | None:
         if not (name.startswith(begins) and name.endswith(ends) and len(name) <= _LONGEST):

@@ -49,7 +49,7 @@ def load(
         raise damaged from None
 
 
-_SIGNED = struct.Struct("<i")
+_SIGNED, _UNSIGNED = struct.Struct("<i"), struct.Struct("<I")
 
 
 def _run(machine: Machine, start: int) -> tuple[Any, int]:
@@ -76,8 +76,11 @@ def _run(machine: Machine, start: int) -> tuple[Any, int]:
                 machine.at = at = at + 1
                 machine.remember(data[at - 1])
             elif code == 0x6A:  # LONG_BINGET
+                value = memo[_UNSIGNED.unpack_from(data, at)[0]]
                 at += 4
-                push(machine.recalled(int.from_bytes(data[at - 4 : at], "little")))
+                if value is NOTHING:
+                    raise ValueError("nothing was remembered")
+                push(value)
             elif code == 0x72:  # LONG_BINPUT
                 machine.at = at = at + 4
                 machine.remember(int.from_bytes(data[at - 4 : at], "little"))

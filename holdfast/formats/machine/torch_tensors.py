@@ -174,7 +174,7 @@ def _size(sizes: Any = ()) -> torch.Size:
     if not isinstance(sizes, (tuple, list)):
         raise TypeError(f"a size of a {type(sizes).__name__}")
     size = torch.Size(sizes)  # which takes nothing but integers
-    if any(not -_LIMIT <= n < _LIMIT for n in sizes):  # torch takes them, and then cannot even print them
+    if sizes and not -_LIMIT <= min(sizes) <= max(sizes) < _LIMIT:  # torch takes them, and then cannot even print them
         raise ValueError("a size beyond all memory")
     return size
 
