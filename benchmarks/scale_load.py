@@ -16,11 +16,11 @@ import torch
 from benchmarks.scale_save import Saved, as_new, writer_of
 from benchmarks.scale_states import Shape, World
 from holdfast.buffers.memory import no_collection
-from holdfast.ondisk import datafile, dtypes
+from holdfast.ondisk import datafile
 from holdfast.ondisk.datafile import Header
 from holdfast.read.files import DataFiles
-from holdfast.read.ranges import Overlap, jobs_of, ranges_of, rounds_up
-from holdfast.read.read import _overlaps
+from holdfast.read.ranges import jobs_of, ranges_of
+from holdfast.read.read import overlaps_of
 from holdfast.read.source import ReadStats
 from holdfast.read.wanted import Wanted
 from holdfast.storage.local.local_place import LocalPlace
@@ -102,12 +102,7 @@ def load(saved: Saved, world: World, ranks: list[int]) -> LoadCost:
 
 def _plan(files: SimulatedFiles, wanted: list[Wanted], stats: ReadStats) -> None:
     """`read_boxes` up to where it reads, each request counted in its stead."""
-    plans: dict[int, list[Overlap]] = {}
-    for want in wanted:
-        stats.needed += want.view.numel() * dtypes.itemsize(want.record.dtype)
-        for overlap in _overlaps(files, want, stats):
-            plans.setdefault(overlap.file, []).append(overlap)
-    round_up = rounds_up((overlap for overlaps in plans.values() for overlap in overlaps), True, stats.needed)
+    plans, round_up = overlaps_of(files, wanted, True, stats)
     for overlaps in plans.values():
         ordered = sorted(overlaps, key=lambda overlap: overlap.piece.begin)
         for job in jobs_of(r for overlap in ordered for r in ranges_of(overlap, True, round_up=round_up)):

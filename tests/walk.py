@@ -81,7 +81,8 @@ def walk(run: Callable[[], object], tensor: torch.Tensor) -> Walk:
             return
         with lock:
             if id(frame) not in frames:  # a generator is called each time that it goes on
-                call = Call(path[len(f"{PACKAGE}/") :], frame.f_code.co_qualname, _own_caller(frame))
+                name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # Python 3.10 has the short one
+                call = Call(path[len(f"{PACKAGE}/") :], name, _own_caller(frame))
                 frames[id(frame)] = call, frame
             if id(frame) not in holding and (search.is_in(frame.f_locals) or search.is_in(result)):
                 holding.add(id(frame))

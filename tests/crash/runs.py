@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -112,7 +113,7 @@ def _ranks_of(group: Any = None) -> Ranks:
 def _ranks_by_thread() -> Iterator[None]:
     with ExitStack() as patches:
         for module in ("manager", "saver", "save", "load", "export.conversion"):
-            patches.enter_context(mock.patch(f"holdfast.{module}.ranks_of", _ranks_of))
+            patches.enter_context(mock.patch.object(import_module(f"holdfast.{module}"), "ranks_of", _ranks_of))
         yield
 
 
