@@ -128,11 +128,11 @@ def overlaps_of(
     """What is taken from each file, and whether blocks that are wanted in part are read whole; headers are read."""
     wanted = list(_filled(files.expanded(wanted)))
     by_file: defaultdict[int, list[Overlap]] = defaultdict(list)
-    files.prepare((index for want in wanted for _, index in want.record.touching(want.box)), stats)
+    files.prepare((index for want in wanted for _, index in want.touching()), stats)
     for want in wanted:
         box, dtype = want.box, want.record.dtype
         stats.needed += want.view.numel() * dtypes.itemsize(dtype)
-        for cell, index in want.record.touching(box):
+        for cell, index in want.touching():
             saved_cell, record = want.cell or (cell, want.record)
             index, piece, sums = files.piece(index, want.name, saved_cell, record, stats)
             if cell is box or cell == box:

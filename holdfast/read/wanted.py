@@ -33,3 +33,7 @@ class Wanted(msgspec.Struct, frozen=True, eq=False, gc=False):
     def nbytes(self) -> int:
         """Bytes to read."""
         return 0 if self.fill is not None else self.box.size * dtypes.itemsize(self.record.dtype)
+
+    def touching(self) -> list[tuple[Box, int]]:
+        """The saved cells that meet the box, each with the index of its file; none where no file is read."""
+        return [] if self.fill is not None else self.record.touching(self.box)

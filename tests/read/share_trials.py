@@ -21,6 +21,7 @@ import holdfast
 from holdfast.load import Loaded
 from holdfast.plan import share_plan
 from holdfast.read.shared import demand, pass_on, relay, share
+from holdfast.remap import Constant, Pad, Remap
 from holdfast.storage.local.local import Local
 from holdfast.storage.store_place import StorePlace
 from tests import meshes
@@ -97,6 +98,19 @@ def load_big(
         loaded = holdfast.load(path, state, **options)
     for name, tensor in big(1)["model"].items():
         assert torch.equal(state["model"][name], tensor), name
+    return sizes_of(loaded)
+
+
+def load_with_numbers(path: str, warm: Sequence[int]) -> Sizes:
+    """Under a map that adds a tensor and rows of one number, which no file holds."""
+    remap = Remap([Constant("scale", (1100,), value=2.0), Pad("c", 0, after=100, value=3.0)])
+    state, saved = big(None), big(1)["model"]
+    state["model"] |= {"scale": torch.zeros(1100), "c": torch.zeros(1000, 901)}
+    with eager(block=1 << 16, warm=warm):
+        loaded = holdfast.load(path, state, remap=remap)
+    assert all(torch.equal(state["model"][name], saved[name]) for name in ("a", "b", "small", "none"))
+    assert torch.equal(state["model"]["c"][:900], saved["c"]) and bool((state["model"]["c"][900:] == 3).all())
+    assert bool((state["model"]["scale"] == 2).all())
     return sizes_of(loaded)
 
 

@@ -86,6 +86,12 @@ def test_pages_that_every_machine_has_are_not_passed_on(saved: Path) -> None:
     assert all(size["received"] for size in pool.run(2, share_trials.load_big, str(saved), {}, 2, None, "cpu", (0,)))
 
 
+def test_numbers_that_a_map_adds_lie_in_no_cache_and_in_no_file(saved: Path) -> None:
+    for warm in (), (0, 1):
+        sizes = pool.run(2, share_trials.load_with_numbers, str(saved), warm)
+        assert all(bool(size["received"]) == (not warm) for size in sizes)
+
+
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",

@@ -110,7 +110,7 @@ class Demand:
         cuts = []
         for want in self.wanted:
             size = dtypes.itemsize(want.record.dtype)
-            for cell, file in want.record.touching(want.box):
+            for cell, file in want.touching():
                 part = intersect(cell, want.box)
                 if part is not None and part != cell:
                     piece = Piece("", want.record.dtype, cell.lengths, cell.size * size)

@@ -149,15 +149,18 @@ def _host(name: str) -> str:
 
 def _are_cached(files: Files, wanted: Sequence[Wanted]) -> bool:
     """Whether what a rank wants lies in the page cache of its machine, by three places of some of the files."""
-    some = wanted[:: -(-len(wanted) // LOOKED_AT)]
-    numbers = {file for want in some for _, file in want.record.touching(want.box)}
+    read = [want for want in wanted if want.nbytes]
+    some = read[:: -(-len(read) // LOOKED_AT) or 1]
+    numbers = {file for want in some for _, file in want.touching()}
     try:
-        return all(_is_cached(files, number) for number in sorted(numbers)[:LOOKED_AT])
+        return bool(numbers) and all(_is_cached(files, number) for number in sorted(numbers)[:LOOKED_AT])
     except (HoldfastError, OSError):  # the read says what is wrong
         return False
 
 
 def _is_cached(files: Files, number: int) -> bool:
+    if files.plain(number) is None:  # of a store, or to be unpacked
+        return False
     with files.opened(number) as opened:
         if not isinstance(opened, tuple):
             return False
