@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import run_as_future
+import huggingface_hub
 from transformers.trainer_utils import HubStrategy
+from transformers.utils import hub
 
 from holdfast.copy import copy
-from holdfast.errors import StorageError
 from holdfast.events import log
 from holdfast.saving import Saving
 from holdfast.storage.hub.address import Address
@@ -28,9 +26,6 @@ from holdfast.storage.urls import at
 
 _FOLDER = "_holdfast-push"
 """In the output folder: what begins so is not pushed with it."""
-
-TRIES = 5
-"""Times that a step is pushed while others push to the same repository."""
 
 
 def refuse_to_push_steps(args: Any, roots: Sequence[Place]) -> None:
@@ -84,8 +79,9 @@ class Pushes:
         name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else step.name
         target = partial(at, f"{repository}/{name}", {"token": args.hub_token})
         message = f"Training in progress, step {saving.step}, checkpoint"
-        jobs = trainer.push_in_progress.jobs
-        jobs.append(run_as_future(_push_step, step, target, message, [*jobs]))
+        # In the queue of Trainer's own pushes, so that no two are under way at once. Releases 4 have huggingface_hub's.
+        queue = hub.hf_api() if hasattr(hub, "hf_api") else huggingface_hub
+        trainer.push_in_progress.jobs.append(queue.run_as_future(_push_step, step, target, message))
 
     def end(self) -> None:
         """Take away what was pushed. Trainer has waited for it, unless its training failed."""
@@ -99,21 +95,12 @@ class Pushes:
                 disk.delete_all(self._folder)
 
 
-def _push_step(step: Path, target: Callable[[], StorePlace], message: str, before: Sequence[Future[Any]]) -> None:
-    """Push a step in one commit, in the place of what was there, once the pushes before it have ended.
-
-    Trainer may push a later model meanwhile, from a queue of its own: then the step is pushed again. Nobody asks this
-    job for its outcome, so a failure is logged.
-    """
-    wait(before)
+def _push_step(step: Path, target: Callable[[], StorePlace], message: str) -> None:
+    """Push a step in one commit, in the place of what was there. Nobody asks for its outcome: a failure is logged."""
     files = {path: step / path for path in LocalPlace(step).files_below()}
-    for left in reversed(range(TRIES)):
-        try:
-            place = target()  # each sees the commits so far
-            push(files, place, stale={*place.files_below()} - {*files}, message=message)
-            return
-        except Exception as error:
-            if left and isinstance(error, StorageError) and error.errno == errno.EBUSY:
-                continue
-            log.error("%s is not pushed to the Hub: %s", step.name, error)
-            raise
+    try:
+        place = target()  # not before: it sees the commits so far
+        push(files, place, stale={*place.files_below()} - {*files}, message=message)
+    except Exception as error:
+        log.error("%s is not pushed to the Hub: %s", step.name, error)
+        raise
