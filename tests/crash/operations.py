@@ -164,7 +164,7 @@ def _on(
 def drop(*, rule: Rule | None = None) -> Run:
     """A checkpoint loses its optimizer."""
     with folder() as root:
-        together(2, lambda rank: holdfast.save(state_of(1, rank, 2), root / "latest"))
+        together(4, lambda rank: holdfast.save(state_of(1, rank, 4), root / "latest"))
         with recorded(root, rule) as seen:
             holdfast.tools.drop(root / "latest", "optimizer")
             seen.mark(1)

@@ -7,7 +7,7 @@ import pytest
 from tests.crash.__main__ import check
 from tests.crash.operations import OPERATIONS
 
-FEWEST = {"drop": 12, "late commit": 12}
+FEWEST = {"drop": 20, "late commit": 12}
 """Distinct states that a full check of an operation has at least, where that is not the usual hundreds."""
 
 
