@@ -14,6 +14,7 @@ from tests.patience import wait_until
 from tests.servers import Server
 from tests.servers.faults import Fault
 from tests.servers.fixtures import ceph
+from tests.servers.moto import forget
 from tests.stores import IMPATIENT, PART, Bucket, bucket_of, empty_like, is_same, is_whole, kind, small_parts, state_of
 
 __all__ = ["ceph"]
@@ -237,6 +238,7 @@ def once(story: str, cases: list[tuple[str, int]], asked: list[str], moto: Serve
     wrong = {}
     for name, n in cases:
         text = run(STORIES[story], moto, at(ONCE[name], n), PATIENT, folder, must_pass=name in MUST_PASS)
+        forget(moto)
         if text:
             wrong[name, n] = text
     report(story, asked, wrong)
@@ -261,6 +263,7 @@ def for_good(story: str, cases: list[tuple[str, int]], asked: list[str], moto: S
     wrong = {}
     for name, n in cases:
         text = run(STORIES[story], moto, at(LASTING[name], n, None), SHORT, folder, must_pass=False)
+        forget(moto)
         if text:
             wrong[name, n] = text
     report(story, asked, wrong)

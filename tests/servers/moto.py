@@ -55,6 +55,12 @@ def answers(endpoint: str) -> bool:
         return False
 
 
+def forget(server: Server) -> None:
+    """Delete every bucket: it keeps all in memory, and trials by the hundred would fill that of the machine."""
+    with urllib.request.urlopen(f"{server.endpoint}/moto-api/reset", data=b"", timeout=60):
+        pass
+
+
 def start() -> Server:
     """A moto server of its own, empty."""
     python = fetch()
