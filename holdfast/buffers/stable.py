@@ -34,6 +34,8 @@ other rank."""
 SMALL = 1 << 20
 """Of more than that, only tensors up to this size are copied aside."""
 
+_COMMON = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8}
+"""Types that torch copies as they are."""
 
 Watched = list[tuple[str, torch.Tensor, int]]
 """Names and tensors, each with the number of times that it had been changed."""
@@ -290,9 +292,6 @@ def hold_still(state: Collected, distrusted: set[str]) -> StableState:
 def _overlaps(tensor: torch.Tensor, spans: list[tuple[int, int]]) -> bool:
     begin, end = extent(tensor)
     return any(begin < other_end and other_begin < end for other_begin, other_end in spans)
-
-
-_COMMON = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8}
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

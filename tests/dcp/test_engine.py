@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
@@ -234,6 +235,15 @@ def test_async_save_of_torch_in_threads(tmp_path: Path) -> None:
     pool.run(2, async_threads, str(tmp_path))
     for step in range(2):
         _is(tmp_path / str(step), float(step))
+
+
+def test_a_writer_is_the_same_in_another_process(tmp_path: Path) -> None:
+    """Torch pickles it for a process that saves."""
+    for path in (tmp_path / "c", str(tmp_path / "c"), "s3://bucket/c"):
+        writer = dcp.Writer(path)
+        other = pickle.loads(pickle.dumps(writer))  # noqa: S301 - our own
+        assert other.path == writer.path and type(other.path) is type(writer.path)
+        assert other.storage_meta() == writer.storage_meta() and other.checkpoint_id == writer.checkpoint_id
 
 
 def async_process(folder: str) -> None:
