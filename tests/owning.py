@@ -116,6 +116,9 @@ class Owning:
             more = [p for group in groups for p in group["params"] if id(p) not in ours]
             if more:
                 self.optimizers[0].add_param_group({"params": more})
+            if self.kind is torch.optim.Adagrad:  # up to torch 2.10 it has state only for what it was made with
+                for p in more:
+                    self.optimizers[0].state[p] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(p)}
             self.step(0)
 
     def free(self) -> None:

@@ -35,6 +35,8 @@ class Bars:
         name = f"{event.task} {event.path}"
         with self._lock:
             if event.kind == "end":
+                if name in self._shown:
+                    self._move(name, event)  # threads may have reported out of order: this is how far it came
                 self._end(name)
             elif event.kind == "advance" and event.seconds >= PATIENCE and event.total:
                 self._move(name, event)

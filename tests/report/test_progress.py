@@ -54,6 +54,15 @@ def test_bar(seconds: float, rank: str, task: str, shown: bool, monkeypatch: pyt
     assert ("save /ckpt/step-7" in terminal.getvalue()) == shown
 
 
+def test_reports_of_threads_out_of_order_leave_the_bar_where_the_task_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, bars = Terminal(), Bars()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    for kind, done in (("start", 0), ("advance", 1000), ("advance", 400), ("end", 1000)):
+        bars(Event(kind, "save", "/ckpt/step-7", 0, done, 1000, 3.0))
+    assert "1.0/1.0 kB" in terminal.getvalue().rpartition("save /ckpt/step-7")[2]
+
+
 def test_silence_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)
