@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-LANES = 3
+LANES = 4
 """Parts of tests at a time: they wait for processes and delays more than for the device."""
 
 STARTING = 25.0
@@ -46,7 +46,7 @@ PARTS = [
     Part("trouble", "no memory, a failing kernel, processes that end", 85, ("test_trouble.py",)),
     Part("ranks", "two ranks on the device, NCCL alone, FSDP2, replicas", 85, ("test_ranks.py",)),
     Part(
-        "segments", "staging and trouble, with memory that grows in segments", 70,
+        "segments", "staging and trouble, with memory that grows in segments", 110,
         ("test_staging.py", "test_trouble.py"),
         settings={"PYTORCH_CUDA_ALLOC_CONF": _SEGMENTS, "PYTORCH_ALLOC_CONF": _SEGMENTS},
     ),
@@ -54,7 +54,7 @@ PARTS = [
     Part("loads", "loads into the device, random numbers, default device", 50, ("test_loads.py",)),
     Part("incremental", "fingerprints on the device", 45, ("test_incremental.py",)),
     Part("memory", "the device's memory beyond the state", 25, module="benchmarks.gpu.memory"),
-    Part("whole", "saves that training waits for, and loads, beside others", 60, module="benchmarks.gpu.whole"),
+    Part("whole", "saves that training waits for, and loads, beside others", 90, module="benchmarks.gpu.whole"),
     Part(
         "training", "background saves of 20 GB in training, beside others", 180, module="benchmarks.gpu.training",
         stretches=True,

@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 import holdfast
+from benchmarks import device as raw
 from benchmarks.gpu.part import DURABLE, SHARED, Part, a_part, free, synchronize
 from holdfast.buffers import device as staging
 from holdfast.buffers.device import Copier, Moments
@@ -133,8 +134,14 @@ def sums(part: Part) -> None:
 
 
 def disks(part: Part) -> None:
-    """How fast a durable file is written, by holdfast's own writers, on the disk and in shared memory."""
+    """The limit of the disk, and how fast holdfast's own writers make a durable file there and in shared memory."""
     nbytes = (32 if part.small else 3072) << 20
+    memory = raw.buffers(huge=True)
+    for what, call in (("write", raw.raw_write), ("read", raw.raw_read)):
+        began = time.monotonic()
+        call(part.work / "raw", *([nbytes] if what == "write" else []), memory)
+        part.row(what=f"the disk, raw {what}", unit="GB/s", value=nbytes / (time.monotonic() - began) / 1e9)
+    (part.work / "raw").unlink()
     state = {"t": torch.ones(nbytes, dtype=torch.uint8)}
     places = [("the disk", part.work)]
     if free(SHARED) > 4 * nbytes:

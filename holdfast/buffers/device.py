@@ -93,7 +93,9 @@ class Copier:
 
     def copy(self, tensor: torch.Tensor, start: int, nbytes: int, address: int) -> None:
         """Queue bytes ``start:start + nbytes`` of a contiguous tensor to host memory at ``address``."""
-        flat = tensor.reshape(-1).view(torch.uint8)[start : start + nbytes]
+        flat = tensor.reshape(-1).view(torch.uint8)
+        if nbytes < flat.numel():
+            flat = flat[start : start + nbytes]
         follows = self._small and self._small[0][1] + self._bytes == address
         if self._small and (self._small[0][0].device != flat.device or not follows or self._bytes >= BATCH):
             self.flush()
@@ -113,7 +115,7 @@ class Copier:
         with self.on(small[0][0].device):
             if len(small) > 1:
                 with suppress(torch.OutOfMemoryError):
-                    small = [(_gathered([flat for flat, _ in small]), small[0][1])]
+                    small = [(torch.cat([flat for flat, _ in small]), small[0][1])]
             for flat, address in small:
                 self._queue(flat, address)
 
@@ -147,14 +149,6 @@ class Copier:
                         self._streams[device].wait_event(event)
             stack.enter_context(module.stream(self._streams[device]))
         return stack
-
-
-def _gathered(small: list[torch.Tensor]) -> torch.Tensor:
-    """Bytes of several tensors, one after the other."""
-    sizes = [flat.numel() for flat in small]
-    gathered = torch.empty(sum(sizes), dtype=torch.uint8, device=small[0].device)
-    torch._foreach_copy_(list(gathered.split(sizes)), small)
-    return gathered
 
 
 def pin(address: int, nbytes: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import torch
 
+from holdfast.buffers.device import SMALL
 from holdfast.buffers.scatter import RunBuffer
 from holdfast.buffers.stage import HOST, is_plain_memory
 from holdfast.ondisk import dtypes
@@ -53,6 +54,11 @@ class Overlap(msgspec.Struct, frozen=True, eq=False, gc=False):
     view: torch.Tensor
     dtype: str
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the piece is wanted whole."""
+        return self.cell is self.box or self.cell == self.box
+
 
 class Range(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Bytes ``begin:begin + nbytes`` of a file, of which ``wanted`` are wanted.
@@ -71,6 +77,15 @@ class Range(msgspec.Struct, frozen=True, eq=False, gc=False):
     address: int = 0
     buffer: RunBuffer | None = None
     overlap: Overlap | None = None
+
+    @property
+    def is_small_on_device(self) -> bool:
+        """Whether it goes with its neighbours: a small tensor, whole and as it is, to plain memory of a device."""
+        overlap = self.overlap
+        if overlap is None or self.nbytes > SMALL or self.nbytes != overlap.piece.nbytes or not overlap.is_whole:
+            return False
+        view = overlap.view
+        return view.device != HOST and dtypes.name_of(view.dtype) == overlap.dtype and is_plain_memory(view)
 
 
 class Spans(NamedTuple):
@@ -104,7 +119,7 @@ def _starts(at: int, outer: tuple[tuple[int, int], ...]) -> Iterator[int]:
 
 def spans_of(overlap: Overlap, gap: int = GAP) -> Spans:
     """What the overlap takes from its piece; what lies no more than ``gap`` bytes apart is one span."""
-    if overlap.cell is overlap.box or overlap.cell == overlap.box:
+    if overlap.is_whole:
         return Spans(overlap.piece.nbytes, True, 0, ())
     size = dtypes.itemsize(overlap.dtype)
     inner = relative(overlap.box, overlap.cell)
@@ -133,7 +148,7 @@ def rounds_up(overlaps: Iterable[Overlap], verify: Verify, needed: int) -> bool:
         return verify == "blocks"
     extra = 0
     for overlap in overlaps:
-        if overlap.cell is overlap.box or overlap.cell == overlap.box or not overlap.sums:
+        if overlap.is_whole or not overlap.sums:
             continue
         spans = spans_of(overlap)
         low, high = spans.first // BLOCK * BLOCK, min(-(-spans.end // BLOCK) * BLOCK, overlap.piece.nbytes)
@@ -151,9 +166,11 @@ def ranges_of(overlap: Overlap, verify: Verify, *, round_up: bool, gap: int = GA
         return ()
     piece, sums = overlap.piece, overlap.sums if verify else ()
     address = overlap.view.data_ptr() if _in_place(overlap) else None
-    if address is not None and piece.nbytes <= BLOCK and (overlap.cell is overlap.box or overlap.cell == overlap.box):
-        # A small tensor, whole: by far the most common.
-        return (Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address),)
+    if piece.nbytes <= BLOCK and overlap.is_whole:  # a small tensor, whole: by far the most common
+        known = sums[0] if sums else None
+        if address is not None:
+            return (Range(piece.begin, piece.nbytes, known, piece.key, piece.nbytes, 0, address),)
+        return (Range(piece.begin, piece.nbytes, known, piece.key, piece.nbytes, overlap=overlap),)
     return _ranges_of(overlap, sums, address, round_up=round_up, gap=gap)
 
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from holdfast.buffers.memory import move
-from holdfast.buffers.scatter import Streams, narrowed, ready_for_threads, scatter
+from holdfast.buffers.scatter import Streams, narrowed, ready_for_threads, scatter, scatter_small
 from holdfast.buffers.stage import host_view
 from holdfast.errors import Damaged
 from holdfast.ondisk import blocks, dtypes
@@ -194,7 +194,7 @@ def _gather(source: Source, job: list[Range], streams: Streams) -> None:
     for left in reversed(range(source.tries)):
         fetched = source.fetch(begin, end - begin)
         view, address = fetched.view, fetched.address
-        wrong = []
+        wrong, small = [], []
         for r in job:
             at, nbytes = r.begin - begin, r.nbytes
             if r.overlap is None and nbytes <= STRIDE:  # the short way for many small tensors
@@ -202,9 +202,17 @@ def _gather(source: Source, job: list[Range], streams: Streams) -> None:
                     move(r.address, address + at + r.start, r.wanted)
                 else:
                     wrong.append(r)
+            elif r.is_small_on_device:
+                small.append(r)
+                if not is_right(r, view[at : at + nbytes]):
+                    wrong.append(r)
             elif not _moved(r, fetched, at, streams):
                 wrong.append(r)
         if not wrong:
+            if small:
+                parts = [(r.begin - begin, r.overlap.view) for r in small if r.overlap is not None]
+                with streams.current():
+                    scatter_small(address, parts)
             _land(job, streams)
             return
         if not left:

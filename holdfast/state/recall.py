@@ -20,6 +20,7 @@ from holdfast.state.kinds import is_dtensor
 from holdfast.state.leaves import Collected
 from holdfast.state.optimizers import state_of
 from holdfast.state.subclasses import is_flattening
+from holdfast.state.tensors import PLAIN
 
 Marks = list[Any]
 Owners = Sequence[tuple[str, nn.Module]]
@@ -133,11 +134,13 @@ def _mark(key: Any, tensor: Any, marks: Marks) -> bool:
     if not isinstance(tensor, torch.Tensor):
         return False
     marks += [key, id(tensor), type(tensor), tensor.shape, tensor.dtype]
-    local: Any = tensor._local_tensor if is_dtensor(tensor) else tensor
-    if is_flattening(local):
-        parts, context = local.__tensor_flatten__()
-        marks.append(repr(context))
-        return all(_mark(part, getattr(local, part), marks) for part in parts)
+    local: Any = tensor
+    if type(tensor) not in PLAIN:
+        local = tensor._local_tensor if is_dtensor(tensor) else tensor
+        if is_flattening(local):
+            parts, context = local.__tensor_flatten__()
+            marks.append(repr(context))
+            return all(_mark(part, getattr(local, part), marks) for part in parts)
     try:
         address = local.data_ptr()
     except (RuntimeError, NotImplementedError):

@@ -185,6 +185,7 @@ class FilledFile:
             first.moment.wait()
             if first.file.sums is not None:
                 first.file.sums.feed(first.chunk.view[: first.used])
+            first.file.handover.open()
         except BaseException:
             self._buffer.give(first.chunk)
             raise

@@ -19,6 +19,8 @@ COPIES = 64 << 20
 class Handover:
     """One file on its way to the worker; ``number`` is the worker's for it, None until `begin`.
 
+    ``opening`` creates the file and returns its number, if that is put off until something is to be written.
+
     ``start`` is the offset in the file of the first chunk. ``progress`` is called with the bytes that are written.
     """
 
@@ -26,6 +28,7 @@ class Handover:
         self, number: int | None, start: int, buffer: StagingBuffer, progress: Callable[[int], None]
     ) -> None:  # fmt: skip
         self._number, self._offset = number, start
+        self.opening: Callable[[], int | None] | None = None
         self._buffer, self._progress = buffer, progress
         self._held: list[tuple[Chunk, int]] = []
         self._under_way: list[Future[None]] = []  # done once the chunk is back
@@ -42,6 +45,13 @@ class Handover:
         if self._number is None:
             raise HoldfastError("a file was to be written before it was begun; this is a fault of holdfast")
         return self._number
+
+    def open(self) -> None:
+        """Create the file now, if that was put off."""
+        opening, self.opening = self.opening, None
+        number = opening() if opening is not None else None
+        if number is not None:
+            self.begin(number)
 
     def begin(self, number: int) -> None:
         """The worker knows the file: hand over what was held back."""

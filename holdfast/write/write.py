@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.buffers.device import Copier, Moments
 from holdfast.errors import HoldfastError
@@ -42,10 +43,11 @@ class Writing:
     tensors are summed before they are staged. If nothing changes before the save has ended (``still``), tensors in host
     memory are not staged at all: a store takes them from where they lie. ``strong``: headers hold SHA-256 sums too.
 
-    Making one opens all files, so that a full disk shows before any copying. Then `stage`, and `finish`, which waits
-    until all is durable. The folders exist already; ``opened`` collects what was opened, for the caller to close or
-    delete. ``progress.report`` is called with the bytes that are written. A failure of the worker is raised by the next
-    call: a StorageError that names the file.
+    Making one opens all files, so that a full disk shows before any copying. Files that devices copy into a buffer
+    which holds them all are opened once their first bytes land: training waits for the copies, and should not wait for
+    a file system too. Then `stage`, and `finish`, which waits until all is durable. The folders exist already;
+    ``opened`` collects what was opened, for the caller to close or delete. ``progress.report`` is called with the bytes
+    that are written. A failure of the worker is raised by the next call: a StorageError that names the file.
     """
 
     def __init__(
@@ -70,10 +72,14 @@ class Writing:
             raise
 
     def _open(self, file: DataFile, header: bytes, opened: OpenFiles) -> None:
-        number = opened.open(self.folder / file.path, len(header) + file.nbytes, self._buffer.worker)
+        path, size, worker = self.folder / file.path, len(header) + file.nbytes, self._buffer.worker
+        puts_off = file.is_on_device and not self._still and not self._sums_first and path.has_descriptors
         filled = FilledFile(
-            file, header, number, self._buffer, self.copier, self._landing, self.progress, strong=self._strong
-        )
+            file, header, None if puts_off else opened.open(path, size, worker), self._buffer, self.copier,
+            self._landing, self.progress, strong=self._strong,
+        )  # fmt: skip
+        if puts_off:
+            filled.handover.opening = partial(opened.open, path, size, worker)
         self._files.append(filled)
         self._to_stage.append(filled)
 
@@ -119,6 +125,7 @@ class Writing:
         filled.written = Written(file.path, size, len(header), blocks.digest(header), strong)
 
     def _seal(self, filled: FilledFile) -> None:
+        filled.handover.open()
         if filled.sums is not None:
             self._begin(filled, filled.sums)
         size = len(filled.header) + filled.file.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from holdfast.commit import gather, plain_tensors
 from holdfast.ondisk import datafile
 from holdfast.ondisk.datafile import Piece
 from holdfast.ranks.ranks import ranks_of
+from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.urls import location
 from holdfast.write import filling
@@ -80,7 +82,7 @@ def test_where_a_device_has_no_memory_left_small_ones_go_one_by_one(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(type(device.torch), "empty", full)
+    monkeypatch.setattr(type(device.torch), "cat", full)
     memory, copier = buffer(4096), Copier(Moments())
     for at, byte in enumerate(b"holdfast"):
         copier.copy(pretended(torch.tensor([byte], dtype=torch.uint8)), 0, 1, memory.address + at)
@@ -252,6 +254,27 @@ def pretending(fake: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Every tensor of a save lies on the device."""
     pretend_states(monkeypatch)
     return fake
+
+
+@pytest.mark.parametrize("how", ["blocking", "background"])
+def test_training_waits_for_copies_and_not_for_the_space_of_files(how: str, pretending: Device, tmp_path: Path) -> None:
+    """Space for 20 GB took three seconds on a file system in memory. A blocking save asks for it first."""
+    state = {"model": {f"w{i}": torch.full((500_000,), float(i)) for i in range(4)}}
+    copied: list[int] = []
+
+    def watch(call: disk.Call, do: Callable[[], Any]) -> Any:
+        if call.verb == "reserve":
+            copied.append(sum(pretending.copies))
+        return do()
+
+    with disk.hooked(watch):
+        if how == "blocking":
+            holdfast.save(state, tmp_path / "c")
+        else:
+            with holdfast.Saver(worker="thread") as saver:
+                saver.save(state, tmp_path / "c")
+    assert copied == [0 if how == "blocking" else 8_000_000]
+    holdfast.open(tmp_path / "c").verify()
 
 
 @pytest.mark.parametrize("hold", [0, 1 << 20], ids=["staged at once", "copied aside"])

@@ -1,14 +1,17 @@
-"""Handing over by several threads in a process that was forked: torch has its threads anew before they ask for them."""
+"""Bytes on their way to views that cannot be read into: in a forked process, and many small ones on a device."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 import holdfast
 from holdfast.buffers import scatter
+from holdfast.buffers.memory import buffer
+from tests.gpu.standin import Pretended, pretend, pretend_states
 
 
 def test_a_forked_process_reads_with_several_threads(tmp_path: Path) -> None:
@@ -32,3 +35,40 @@ def test_a_forked_process_reads_with_several_threads(tmp_path: Path) -> None:
         assert answer.read() == "(True, False, True)", "noted by the fork, mended by the first read"
     os.waitpid(pid, 0)
     assert not scatter._forked.is_set()
+
+
+KINDS = [torch.zeros(3, 5), torch.tensor(0, dtype=torch.int64), torch.zeros(7, dtype=torch.bfloat16), torch.zeros(0, 4)]
+
+
+class Full(Pretended):
+    """On a device that has no memory left."""
+
+    def new_empty(self, *_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("kind", [Pretended, Full])
+def test_small_tensors_come_in_one_copy_whatever_lies_between_them(kind: type[Pretended]) -> None:
+    views = [tensor.clone().as_subclass(kind) for tensor in [*KINDS, *KINDS]]
+    memory, at, parts = buffer(4096), 3, []
+    for number, view in enumerate(views):
+        memory.view[at : at + view.nbytes] = bytes((31 * number + i) % 100 for i in range(view.nbytes))
+        parts.append((at, view))
+        at += view.nbytes + 13 * (number % 3)
+    scatter.scatter_small(memory.address, parts)
+    for at, view in parts:
+        there = bytes(view.as_subclass(torch.Tensor).reshape(-1).view(torch.uint8).tolist())
+        assert there == bytes(memory.view[at : at + view.nbytes])
+
+
+def test_many_small_tensors_are_copied_to_a_device_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {f"w{i}": torch.full((i % 50,), float(i)) for i in range(500)}
+    holdfast.save({"model": there}, tmp_path / "c")
+    here = {name: torch.zeros_like(tensor) for name, tensor in there.items()}
+    pretend(monkeypatch)
+    pretend_states(monkeypatch)
+    real, copies = scatter.host_tensor, []
+    monkeypatch.setattr(scatter, "host_tensor", lambda *args: copies.append(args) or real(*args))
+    holdfast.load(tmp_path / "c", {"model": here})
+    assert all(torch.equal(here[name], tensor) for name, tensor in there.items())
+    assert len(copies) < 5, "each would wait for the stream"

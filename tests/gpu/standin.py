@@ -162,13 +162,13 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
 
-        def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        def cat(self, parts: list[torch.Tensor]) -> torch.Tensor:
             assert made.current_stream() is not made.training, "memory of the side stream is made on the side stream"
             made.take_memory()
-            return pretended(torch.empty(size, dtype=dtype))
-
-        def _foreach_copy_(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-            made.current_stream().queue(lambda: torch._foreach_copy_(to, source))
+            joined = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype)
+            plain = [part.as_subclass(torch.Tensor) for part in parts]
+            made.current_stream().queue(lambda: torch.cat(plain, out=joined))
+            return pretended(joined)
 
     def contiguous_parts(source: torch.Tensor) -> Iterator[torch.Tensor]:
         for part in real(source):

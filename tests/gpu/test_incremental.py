@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.buffers.device import Copier, Moments
+from holdfast.buffers.device import Copier, Moments, devices_of
 from holdfast.ondisk.box import whole
 from holdfast.policies.incremental import fingerprint
 from holdfast.policies.incremental.fingerprint import Fingerprints
@@ -19,7 +19,8 @@ from tests.tearing import differences
 
 def prints_of(made: Fingerprints, tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     named = [(name, whole(tensor.shape), tensor) for name, tensor in tensors.items()]
-    return {name: found for (name, _), found in made.take(named, Copier(Moments())).items()}
+    copier = Copier(Moments.now(devices_of(tensors.values())))  # after what this thread has queued, as a save is
+    return {name: found for (name, _), found in made.take(named, copier).items()}
 
 
 def there(lab: Lab, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
