@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -34,6 +36,27 @@ def buffer(nbytes: int) -> Buffer:
     with suppress(OSError, AttributeError):  # a kernel or a Python without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return Buffer(memory, memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+
+_POPULATE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
+_STRETCH = 64 << 20
+_libc = ctypes.CDLL(None)
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Have a page behind every byte of this memory, which holds nothing yet. Else the first copy waits for the pages.
+
+    Several threads do it: the kernel clears 2 to 5 GB/s on each. `mmap.madvise` would hold the interpreter lock
+    meanwhile, so that this rank gives no sign of life: ten seconds for 20 GB.
+    """
+
+    def touch(at: int) -> None:
+        n = min(_STRETCH, nbytes - at)
+        if _libc.madvise(ctypes.c_void_p(address + at), ctypes.c_size_t(n), _POPULATE):
+            ctypes.memset(address + at, 0, n)
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="holdfast-touch") as pool:
+        list(pool.map(touch, range(0, nbytes, _STRETCH)))
 
 
 _LARGE = 64 << 10

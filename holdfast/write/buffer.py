@@ -20,15 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.buffers import device
-from holdfast.buffers.memory import buffer
+from holdfast.buffers.memory import buffer, populate
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.local.disk import SECTOR
 from holdfast.write.jobs import Worker
 
 CHUNK = 16 << 20
 """Bytes of one chunk: large enough for a disk's full rate, small enough that four cost 64 MiB."""
-
-_POPULATE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class StagingBuffer:
                 self._release()
                 self._allocate(_whole_sectors(nbytes))
             if touch:
-                self._touch()
+                populate(self._address, self.nbytes)
             if pinned and not self._pinned:
                 self._pinned = device.pin(self._address, self.nbytes)
 
@@ -176,15 +174,6 @@ class StagingBuffer:
             self._memory = buffer(nbytes).memory
         self.worker.map(self.number, memoryview(self._memory), self._fd)
         self.nbytes = nbytes  # last: an interrupt before this leaves memory that the next call lets go
-
-    def _touch(self) -> None:
-        memory = self._memory
-        if memory is not None:
-            try:
-                memory.madvise(_POPULATE)
-            except OSError:
-                for at in range(0, len(memory), SECTOR):
-                    memory[at] = 0
 
     def _release(self) -> None:
         if self._memory is None:

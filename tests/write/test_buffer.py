@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.buffers import memory
 from holdfast.errors import HoldfastError
 from holdfast.storage.local.disk import SECTOR
 from holdfast.write.buffer import Chunk, StagingBuffer, room_for
@@ -98,6 +101,24 @@ def test_touched_memory_is_resident(worker: Worker) -> None:
     buffer.close()
     gc.collect()
     assert resident() - before < 8 << 20, "and closing lets it go"
+
+
+@pytest.mark.parametrize("kernel", ["this one", "one without the call"])
+def test_populated_memory_has_its_pages(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = memory.buffer(5 << 20)
+    wanted = (4 << 20) + mmap.PAGESIZE
+
+    def resident() -> int:
+        pages = (ctypes.c_ubyte * (5 * (1 << 20) // mmap.PAGESIZE))()
+        assert memory._libc.mincore(ctypes.c_void_p(made.address), ctypes.c_size_t(5 << 20), pages) == 0
+        return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+    if kernel != "this one":
+        monkeypatch.setattr(memory, "_POPULATE", -1)
+    monkeypatch.setattr(memory, "_STRETCH", 1 << 20)  # several threads
+    assert resident() == 0
+    memory.populate(made.address, wanted)
+    assert resident() >= wanted
 
 
 def test_a_closed_buffer_lends_nothing(buffer: StagingBuffer) -> None:
