@@ -63,7 +63,7 @@ PARTS = [
 
 
 def chosen(only: Sequence[str], *, small: bool) -> list[Part]:
-    """The parts of these names, all if there are none; in small each may take longer, on whatever is there.
+    """The parts of these names, all if there are none; in small each may take much longer, on whatever is there.
 
     Raises ValueError for a name that there is not.
     """
@@ -71,7 +71,7 @@ def chosen(only: Sequence[str], *, small: bool) -> list[Part]:
     if unknown:
         raise ValueError(f"there is no part {', '.join(sorted(unknown))}: {', '.join(part.name for part in PARTS)}")
     found = [part for part in PARTS if not only or part.name in only]
-    return [replace(part, seconds=3 * part.seconds) for part in found] if small else found
+    return [replace(part, seconds=6 * part.seconds) for part in found] if small else found
 
 
 def in_turn(parts: Sequence[Part]) -> list[list[Part]]:

@@ -15,7 +15,7 @@ from benchmarks.frame import folder, remove
 from tests.patience import LONG, wait_until
 
 MARK = "HOLDFAST_TEST_STOPPED"
-STALL = ["benchmarks.stall", "--quick", "--dir"]
+STALL = ["benchmarks.stall", "--quick", "--only", "holdfast process", "--dir"]
 
 
 def processes(mark: str) -> set[int]:
