@@ -248,10 +248,10 @@ def main() -> None:
         # [6] Begins to save when it is time, and goes on at once: the next optimizer.step() waits until its tensors
         # are copied. If a save fails, a later call raises it on every rank; the checkpoints before it are whole.
         state["step"] = step
+        if args.digest and step % args.every == 0:  # of what is saved; before, for the save may be whole at any moment
+            write_log(args.root, saving=step, digest=digest_of_run(model, optimizer, state))
         saving = manager.step(step, state, metric=mean_loss)
         if saving is not None and saving.step == step:
-            if args.digest:  # of the state as it is now: that is what is saved, however far training is by then
-                write_log(args.root, saving=step, digest=digest_of_run(model, optimizer, state))
             saving.add_done_callback(partial(tell_saved, root=args.root, ranks=world_size, loss=mean_loss))
         # A scheduler's SIGTERM or SIGUSR1 to any rank: all have the same last step on disk and leave together.
         if manager.should_stop:
