@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=0)
     add("--deadline", type=float, default=600, help="seconds to wait for a rank in a save before giving it up")
-    add("--digest", action="store_true", help="log a digest of the whole state at every save and restore")
+    add("--digest", action="store_true", help="log a digest of the whole state at every regular save and restore")
     return parser.parse_args()
 
 
@@ -248,7 +248,7 @@ def main() -> None:
         # [6] Begins to save when it is time, and goes on at once: the next optimizer.step() waits until its tensors
         # are copied. If a save fails, a later call raises it on every rank; the checkpoints before it are whole.
         state["step"] = step
-        if args.digest and step % args.every == 0:  # of what is saved; before, for the save may be whole at any moment
+        if args.digest and step % args.every == 0:  # first: the demo kills ranks in the middle of a save
             write_log(args.root, saving=step, digest=digest_of_run(model, optimizer, state))
         saving = manager.step(step, state, metric=mean_loss)
         if saving is not None and saving.step == step:

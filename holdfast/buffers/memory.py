@@ -44,10 +44,10 @@ _libc = ctypes.CDLL(None)
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Have a page behind every byte of this memory, which holds nothing yet. Else the first copy waits for the pages.
+    """Let the kernel provide all pages of new memory now, so that the first copy into it does not wait for them.
 
-    Several threads do it: the kernel clears 2 to 5 GB/s on each. `mmap.madvise` would hold the interpreter lock
-    meanwhile, so that this rank gives no sign of life: ten seconds for 20 GB.
+    What the memory holds may be lost. Several threads share the work: one clears 2 to 5 GB/s. We rejected
+    `mmap.madvise`: it holds the interpreter lock, so that this rank sends no heartbeat for ten seconds per 20 GB.
     """
 
     def touch(at: int) -> None:

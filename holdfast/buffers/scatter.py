@@ -41,10 +41,10 @@ def scatter(
 
 
 def scatter_small(address: int, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-    """Host memory from ``address`` on to views on devices: (offset, contiguous view) in the order of offsets.
+    """Copy host memory from ``address`` on to views on devices: (offset in bytes, contiguous view), by rising offset.
 
-    One copy brings all that goes to one device, and the device scatters it: a copy for each costs more than ten times
-    as much, for it waits for the stream, and so for the copies of the other threads.
+    One copy brings everything that goes to one device, and the device distributes it. With a copy for each view, each
+    waits for the stream, and so for the copies of all other threads.
     """
     by_device: defaultdict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     for at, view in parts:
@@ -58,7 +58,7 @@ def scatter_small(address: int, parts: Sequence[tuple[int, torch.Tensor]]) -> No
             for at, flat in there:
                 flat.copy_(host[at - begin : at - begin + flat.numel()])
             continue
-        # With what lies between them, each is followed by a gap: every second part.
+        # Cut into view, gap, view, gap, …: only every second part is copied.
         starts = [*(at for at, _ in there[1:]), ends[-1]]
         sizes = [
             n for (_, flat), end, start in zip(there, ends, starts, strict=True) for n in (flat.numel(), start - end)

@@ -43,15 +43,15 @@ class Landing:
 class FilledFile:
     """One file that is filled in file order, from its ``header`` on, which is complete once ``written`` is set.
 
-    ``sums`` are None if the sums are known before anything is staged. ``landing`` is shared by all files of a save.
+    ``create`` makes the file: see `Handover`. ``sums`` are None if the sums are known before anything is staged. ``landing`` is shared by all files of a save.
     """
 
     def __init__(
-        self, file: DataFile, header: bytes, number: int | None, buffer: StagingBuffer, copier: Copier,
+        self, file: DataFile, header: bytes, create: Callable[[], int | None], buffer: StagingBuffer, copier: Copier,
         landing: deque[Landing], progress: Callable[[int], None], *, strong: bool,
     ) -> None:  # fmt: skip
         self.file, self.header = file, header
-        self.handover = Handover(number, len(header), buffer, progress)
+        self.handover = Handover(create, len(header), buffer, progress)
         self.sums: Sums | None = Sums(file.pieces, strong=strong)
         self.written: Written | None = None
         self.is_sealed = False

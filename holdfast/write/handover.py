@@ -17,18 +17,18 @@ COPIES = 64 << 20
 
 
 class Handover:
-    """One file on its way to the worker; ``number`` is the worker's for it, None until `begin`.
+    """One file on its way to the worker.
 
-    ``opening`` creates the file and returns its number, if that is put off until something is to be written.
-
+    ``create`` makes the file and returns the worker's number for it; None in a store, where the file begins later.
     ``start`` is the offset in the file of the first chunk. ``progress`` is called with the bytes that are written.
     """
 
     def __init__(
-        self, number: int | None, start: int, buffer: StagingBuffer, progress: Callable[[int], None]
+        self, create: Callable[[], int | None], start: int, buffer: StagingBuffer, progress: Callable[[int], None]
     ) -> None:  # fmt: skip
-        self._number, self._offset = number, start
-        self.opening: Callable[[], int | None] | None = None
+        self._create: Callable[[], int | None] | None = create  # None once it was called
+        self._number: int | None = None
+        self._offset = start
         self._buffer, self._progress = buffer, progress
         self._held: list[tuple[Chunk, int]] = []
         self._under_way: list[Future[None]] = []  # done once the chunk is back
@@ -47,9 +47,9 @@ class Handover:
         return self._number
 
     def open(self) -> None:
-        """Create the file now, if that was put off."""
-        opening, self.opening = self.opening, None
-        number = opening() if opening is not None else None
+        """Create the file. The first call counts. Raises StorageError, as for a full disk."""
+        create, self._create = self._create, None
+        number = create() if create is not None else None
         if number is not None:
             self.begin(number)
 

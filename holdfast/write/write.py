@@ -72,14 +72,13 @@ class Writing:
             raise
 
     def _open(self, file: DataFile, header: bytes, opened: OpenFiles) -> None:
-        path, size, worker = self.folder / file.path, len(header) + file.nbytes, self._buffer.worker
-        puts_off = file.is_on_device and not self._still and not self._sums_first and path.has_descriptors
+        size = len(header) + file.nbytes
+        create = partial(opened.open, self.folder / file.path, size, self._buffer.worker)
         filled = FilledFile(
-            file, header, None if puts_off else opened.open(path, size, worker), self._buffer, self.copier,
-            self._landing, self.progress, strong=self._strong,
-        )  # fmt: skip
-        if puts_off:
-            filled.handover.opening = partial(opened.open, path, size, worker)
+            file, header, create, self._buffer, self.copier, self._landing, self.progress, strong=self._strong
+        )
+        if not file.is_on_device or self._still or self._sums_first:
+            filled.handover.open()
         self._files.append(filled)
         self._to_stage.append(filled)
 

@@ -72,3 +72,21 @@ def test_many_small_tensors_are_copied_to_a_device_together(tmp_path: Path, monk
     holdfast.load(tmp_path / "c", {"model": here})
     assert all(torch.equal(here[name], tensor) for name, tensor in there.items())
     assert len(copies) < 5, "each would wait for the stream"
+
+
+@pytest.mark.parametrize("which", [0, 250, 499])
+def test_a_damaged_small_tensor_does_not_reach_a_device(
+    which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {f"w{i}": torch.full((9,), i + 0.5) for i in range(500)}
+    holdfast.save({"model": there}, tmp_path / "c")
+    file = next((tmp_path / "c").rglob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[data.index(there[f"w{which}"].numpy().tobytes()) + 5] ^= 1
+    file.write_bytes(data)
+    here = {name: torch.zeros_like(tensor) for name, tensor in there.items()}
+    pretend(monkeypatch)
+    pretend_states(monkeypatch)
+    with pytest.raises(holdfast.errors.Damaged, match=rf"w{which}\b"):
+        holdfast.load(tmp_path / "c", {"model": here})
+    assert not here[f"w{which}"].any()
