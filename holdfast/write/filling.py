@@ -43,7 +43,8 @@ class Landing:
 class FilledFile:
     """One file that is filled in file order, from its ``header`` on, which is complete once ``written`` is set.
 
-    ``create`` makes the file: see `Handover`. ``sums`` are None if the sums are known before anything is staged. ``landing`` is shared by all files of a save.
+    ``create`` makes the file: see `Handover`. ``sums`` are None if the sums are known before anything is staged.
+    ``landing`` is shared by all files of a save.
     """
 
     def __init__(
