@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.plan import PARTS
-
 Answers = dict[str, Any]
 
 _HEAD = """\
@@ -43,9 +41,6 @@ wheels in a folder (`WHEELS=.gpu/wheels`); nothing is installed. The command fir
 long. Each part is a process with a time limit, so that the others still run if it hangs or crashes. The results are
 `gpu.json`, `gpu.md` and `gpu.log`, in `gpu-out` or in the folder `$OUT`. To update this page, copy `gpu.json` to
 `docs/gpu.json` and run `make gpu-page`. Settings of the device are not changed.
-
-| part | at most, seconds | what it does |
-|---|---|---|
 """
 
 
@@ -55,8 +50,10 @@ def page(answers: Answers | None) -> str:
     if answers is None:
         found.append(_NOTHING)
     else:
-        found += [_facts(answers), _bars(answers), *map(_part, answers["parts"]), _left(answers)]
-    return "".join(found) + _HOW + _plan()
+        passed = [part for part in answers["parts"] if _has_passed(part)]
+        others = [part for part in answers["parts"] if part not in passed]
+        found += [_facts(answers), _bars(answers), _passed(passed), *map(_part, others), _left(answers)]
+    return "".join(found) + _HOW
 
 
 def is_good(answers: Answers) -> bool:
@@ -71,8 +68,8 @@ def is_good(answers: Answers) -> bool:
 
 
 def _facts(answers: Answers) -> str:
-    facts = dict(answers["facts"].get("before", {}))
-    facts.pop("memory.used", None)
+    before = answers["facts"].get("before", {})  # the settings among it are compared at the end
+    facts = {"driver": before["driver_version"]} if "driver_version" in before else {}
     for part in answers["parts"]:
         if part["part"] == "rates":
             facts |= part.get("facts", {})
@@ -90,6 +87,19 @@ def _bars(answers: Answers) -> str:
         verdict = "met" if bar["met"] else "**missed**"
         lines.append([_text(bar["what"]), limit + bar["unit"], _number(bar["measured"], bar["unit"]), verdict])
     return "\n## Bars\n" + _table(["bar", "limit", "measured", ""], lines)
+
+
+def _has_passed(part: Answers) -> bool:
+    """Whether it is one of tests, of which nothing more is to be said than their number."""
+    rows = part.get("tests", [])
+    return bool(rows) and part["outcome"] == "done" and all(row["outcome"] == "passed" for row in rows)
+
+
+def _passed(parts: list[Answers]) -> str:
+    if not parts:
+        return ""
+    counts = [f"{len(part['tests'])} of `{part['part']}`" for part in parts]
+    return f"\n## Tests that passed\n\n{', '.join(counts)}.\n"
 
 
 def _part(part: Answers) -> str:
@@ -156,13 +166,9 @@ def _left(answers: Answers) -> str:
     return text + f"The device differs from before: {_text(told)}.\n"
 
 
-def _plan() -> str:
-    return "".join(f"| `{part.name}` | {part.seconds:g} | {part.what} |\n" for part in PARTS)
-
-
 def _table(heads: list[str], lines: list[list[str]]) -> str:
     text = "\n| " + " | ".join(heads) + " |\n|" + "---|" * len(heads) + "\n"
-    return text + "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return text + "".join("|" + "|".join(line) + "|\n" for line in lines)
 
 
 def _text(value: object) -> str:

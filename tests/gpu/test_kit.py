@@ -196,6 +196,6 @@ def test_what_failed_or_was_left_out_stands_on_the_page() -> None:
     before = {"name": "a device", "memory.used": "4 MiB"}
     told = {"facts": {"before": before, "after": {**before, "memory.used": "900 MiB"}}, "parts": parts}
     text = page(told)
-    assert "| holdfast process | 8 | 48 |" in text and "**left out: no time for it**" in text
+    assert "|holdfast process|8|48|" in text and "**left out: no time for it**" in text
     assert "killed by signal 11" in text and "memory.used was 4 MiB and is 900 MiB" in text
     assert not is_good(told)
