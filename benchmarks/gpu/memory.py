@@ -93,7 +93,7 @@ def main() -> None:
         part.fact("state", f"{state.nbytes / 1e9:.2f} GB in {2 * len(state.model)} tensors")
         for worker in ("process", "thread"):
             grown = watched(part, f"background save, {worker}", lambda worker=worker: background(state, folder, worker))
-            part.bar(Bar(f"{worker}: device memory beyond the state", grown["kept"], most=MOST, unit=" MiB"))
+            part.bar(Bar(f"{worker}: device memory", grown["kept"], most=MOST, unit=" MiB"))
         watched(part, "save that training waits for", lambda: holdfast.save(state.tensors, folder / "c"))
         watched(part, "load into the device", lambda: holdfast.load(folder / "c", state.tensors))
         shutil.rmtree(folder / "c")

@@ -16,8 +16,7 @@ Answers = dict[str, Any]
 _HEAD = """\
 # On a GPU
 
-`make gpu-page` writes this page from the results of `make gpu` on a machine with one CUDA device. Do not edit it
-by hand.
+`make gpu-page` writes this page.
 """
 
 _NOTHING = """
@@ -30,17 +29,15 @@ _HOW = """
 
 <!-- not run: it needs a device, or minutes; tests of its own run it in small -->
 ```console
-$ make gpu-wheels                  # once, where there is a network: the packages that the other machine lacks
-$ make gpu                         # on a machine with a CUDA device: at most nine minutes
+$ make gpu-wheels                  # once, with a network: packages for the other machine
+$ make gpu                         # on a CUDA device, nine minutes at most
 $ make gpu ONLY="staging steps"    # some parts
-$ make gpu SMALL=1                 # a small version on the CPU, with a simulated device
+$ make gpu SMALL=1                 # on the CPU, with a simulated device
 ```
 
-You need a Python with torch, NumPy, rich, typer, xxhash and pytest (`GPU_PYTHON=python3`). Other packages come from
-wheels in a folder (`WHEELS=.gpu/wheels`); nothing is installed. The command first says what it will run, and for how
-long. Each part is a process with a time limit, so that the others still run if it hangs or crashes. The results are
-`gpu.json`, `gpu.md` and `gpu.log`, in `gpu-out` or in the folder `$OUT`. To update this page, copy `gpu.json` to
-`docs/gpu.json` and run `make gpu-page`. Settings of the device are not changed.
+It needs torch, NumPy, rich, typer, xxhash and pytest (`GPU_PYTHON=python3`); the rest comes from wheels
+(`WHEELS=.gpu/wheels`). Nothing is installed, and no setting of the device changes. Results are in `gpu-out` or `$OUT`.
+To update this page, copy `gpu.json` to `docs/gpu.json` and run `make gpu-page`.
 """
 
 
@@ -98,7 +95,7 @@ def _has_passed(part: Answers) -> bool:
 def _passed(parts: list[Answers]) -> str:
     if not parts:
         return ""
-    counts = [f"{len(part['tests'])} of `{part['part']}`" for part in parts]
+    counts = [f"`{part['part']}` {len(part['tests'])}" for part in parts]
     return f"\n## Tests that passed\n\n{', '.join(counts)}.\n"
 
 
@@ -148,9 +145,12 @@ def _rows(rows: list[Answers]) -> str:
             cells = [_number(row.get(key), times=_COLUMNS[key][1]) for key in figures]
             lines.append([*(_text(row.get(key, "")) for key in names), *cells, *([row["unit"]] if units else [])])
     text = _table([*names, *(_COLUMNS[key][0] for key in figures), *([""] if units else [])], lines) if lines else ""
+    failed: dict[str, list[str]] = {}
     for row in rows:
         if row.get("error"):
-            text += f"\n- {_text(' '.join(str(row.get(key, '')) for key in names))}: **{_text(row['error'])}**"
+            failed.setdefault(row["error"], []).append(" ".join(str(row.get(key, "")) for key in names).strip())
+    for error, which in failed.items():
+        text += f"\n- {_text('; '.join(which))}: **{_text(error)}**"
     return text.rstrip() + "\n"
 
 
@@ -159,15 +159,14 @@ def _left(answers: Answers) -> str:
     if not before or not after:
         return ""
     changed = [name for name in before if before[name] != after.get(name)]
-    text = "\n## What was left\n\n"
     if not changed:
-        return text + f"The device is as it was: {_text(before.get('memory.used'))} in use, before and after.\n"
+        return ""
     told = ", ".join(f"{name} was {before[name]} and is {after.get(name)}" for name in changed)
-    return text + f"The device differs from before: {_text(told)}.\n"
+    return f"\n## What was left\n\nThe device differs from before: {_text(told)}.\n"
 
 
 def _table(heads: list[str], lines: list[list[str]]) -> str:
-    text = "\n| " + " | ".join(heads) + " |\n|" + "---|" * len(heads) + "\n"
+    text = "\n|" + "|".join(head or " " for head in heads) + "|\n|" + "---|" * len(heads) + "\n"
     return text + "".join("|" + "|".join(line) + "|\n" for line in lines)
 
 

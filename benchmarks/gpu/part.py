@@ -60,7 +60,7 @@ class Part:
         memory = self.rates.get(f"{DURABLE} to shared memory", 0.0)
         if memory > 1.3 * disk and free(SHARED) > 1.2 * nbytes:
             self.shared.mkdir(exist_ok=True)
-            self.fact("saved to", f"shared memory, {memory:.1f} GB/s, as the disk does {disk:.1f} GB/s")
+            self.fact("saved to", f"shared memory, {memory:.1f} GB/s (disk: {disk:.1f})")
             return self.shared, memory
         self.fact("saved to", f"the disk, {disk:.1f} GB/s")
         return self.work, disk

@@ -81,10 +81,8 @@ def arena(part: Part) -> None:
         slot.reserve(nbytes, touch=True)
         touched = time.monotonic()
         slot.reserve(nbytes, pinned=True)
-        part.row(what=f"arena for a writer {kind}: touched", unit="s/GB", value=(touched - began) / nbytes * 1e9)
-        part.row(
-            what=f"arena for a writer {kind}: pinned", unit="s/GB", value=(time.monotonic() - touched) / nbytes * 1e9
-        )
+        part.row(what=f"staging for a {kind}: touched", unit="s/GB", value=(touched - began) / nbytes * 1e9)
+        part.row(what=f"staging for a {kind}: pinned", unit="s/GB", value=(time.monotonic() - touched) / nbytes * 1e9)
 
         def fill(slot: StagingBuffer = slot) -> None:
             slot.begin()
@@ -98,7 +96,7 @@ def arena(part: Part) -> None:
                     slot.give(window)
 
         taken = seconds_of(fill, part.device)
-        part.row(what=f"arena for a writer {kind}: copied into", unit="GB/s", value=nbytes / taken / 1e9)
+        part.row(what=f"staging for a {kind}: copied into", unit="GB/s", value=nbytes / taken / 1e9)
         slot.worker.close()
         slot.close()
 

@@ -191,7 +191,7 @@ class Run:
     def expected(self, name: str) -> float:
         """Seconds that a system will take: memory is made and pinned, saves are written; others write more slowly."""
         rates, saves = self.part.rates, SAVES.get(name, 1)
-        memory = sum(rates.get(f"arena for a writer process: {what}", 0.5) for what in ("touched", "pinned"))
+        memory = sum(rates.get(f"staging for a process: {what}", 0.5) for what in ("touched", "pinned"))
         written = 0.0 if name == COPY else (saves + (name in DCP)) * self.gigabytes / self.rate
         trained = (saves + 1) * 1.5 * (middle(self.plain) or 0)
         return (0.0 if name == PICKLE else memory * self.gigabytes) + written * (1 if name in HOLDFAST else 2) + trained
@@ -234,9 +234,9 @@ class Run:
             stall, rate, added = (figures[key] for key in ("stall", "rate", "added"))
             self.part.bar(Bar(f"{name}: stall", stall and stall * 1e3, most=STALL, unit=" ms"))
             ratio = rate / pinned if rate and pinned else None
-            self.part.bar(Bar(f"{name}: rate of the copy over the raw pinned one", ratio, least=RATE))
+            self.part.bar(Bar(f"{name}: copy, of the raw rate", ratio, least=RATE))
             cost = added / (self.gigabytes / pinned) if added is not None and pinned else None
-            self.part.bar(Bar(f"{name}: training time added over the raw copy's own time", cost, most=ADDED))
+            self.part.bar(Bar(f"{name}: time added, of the raw copy's", cost, most=ADDED))
 
 
 def main() -> None:
