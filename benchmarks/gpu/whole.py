@@ -93,6 +93,21 @@ def check(state: State, sums: dict[str, float]) -> None:
             raise ValueError(f"{name} is not what was saved")
 
 
+def many_small(part: Part, folder: Path) -> None:
+    """Tensors of 16 KiB, saved, and loaded from cached files: what each of them costs by itself."""
+    count = 200 if part.small else 20_000
+    state: State = {"model": {str(n): torch.full((4096,), float(n), device=part.device) for n in range(count)}}
+    sums = {name: float(tensor.double().sum()) for name, tensor in state["model"].items()}
+    path, system = folder / "small", "holdfast"
+    part.row(work=f"save of {count} tensors", system=system, seconds=timed(part, SAVES[system], state, path))
+    for name, load in LOADS[system]:
+        for tensor in state["model"].values():
+            tensor.zero_()
+        part.row(work=f"load of {count} tensors", system=name, seconds=timed(part, load, state, path))
+        check(state, sums)
+    shutil.rmtree(path)
+
+
 def main() -> None:
     """The part."""
     with a_part("whole") as part:
@@ -123,6 +138,7 @@ def main() -> None:
             part.row(work=work, system=system, seconds=median(taken), rate=nbytes / 1e9 / median(taken), each=taken)
         for system, error in failed.items():
             part.row(work="", system=system, error=error or "left out: no time for it")
+        many_small(part, folder)
 
 
 if __name__ == "__main__":
