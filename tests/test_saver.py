@@ -199,7 +199,9 @@ def many_saves(root: str, worker: str, count: int, fail_every: int) -> tuple[dic
             except holdfast.SaveFailed:
                 assert fails
             if step == 5:
+                saving.join()  # its thread may still be on its way out, with what it holds
                 early = _resources()
+        saving.join()
         del state
         return early, _resources(), sum(ref() is not None for ref in living)
 
