@@ -11,6 +11,7 @@ import torch
 from holdfast.errors import Damaged, Unsupported
 from holdfast.events import log
 from holdfast.formats.machine import arrays
+from holdfast.formats.machine.inert import expanded
 from holdfast.formats.machine.pickles import Name, Record
 from holdfast.formats.stored import Opaque, Stored
 from holdfast.ondisk import dtypes
@@ -85,13 +86,13 @@ def _time(node: Record) -> Any:
 
 def materialized(value: Any, path: Place) -> Any:
     """A value of one rank with its tensors read."""
-    left = MAX_LEAVES
+    too_many = f"{path}: a value of a rank is nested {MAX_DEPTH} deep or contains itself over and over"
+    if expanded(value, MAX_LEAVES) is None:  # walking so far would take half a minute
+        raise Damaged(too_many)
 
     def made(node: Any, depth: int) -> Any:
-        nonlocal left
-        left -= 1
-        if depth > MAX_DEPTH or left < 0:
-            raise Damaged(f"{path}: a value of a rank is nested {MAX_DEPTH} deep or contains itself over and over")
+        if depth > MAX_DEPTH:
+            raise Damaged(too_many)
         try:
             node = simplified(node, path)
         except Unsupported as error:
