@@ -29,6 +29,10 @@ def judge(rows: Rows, reshardings: list[tuple[int, int]]) -> list[Bar]:
         fair = (rows.ratio(work, than, "holdfast"), rows.ratio(work, than, "holdfast", best=True))
         return Bar(what, *fair, least=least)
 
+    def over_safetensors(what: str, work: str, system: str, most: float) -> Bar:
+        of = (rows.ratio(work, system, "safetensors"), rows.ratio(work, system, "safetensors", best=True))
+        return Bar(what, *of, most=most)
+
     bars = [
         faster("save, as many times as fast as DCP", SAVE, "torch DCP", 2.0),
         faster("save, share of the raw write rate", SAVE, RAW, 0.75),
@@ -41,6 +45,8 @@ def judge(rows: Rows, reshardings: list[tuple[int, int]]) -> list[Bar]:
             rows.ratio(COLD, "torch DCP", "DCP's, by holdfast", best=True),
             least=1.0,
         ),
+        over_safetensors("warm load, its time over that of safetensors", WARM, "holdfast", 1.15),
+        over_safetensors("warm load with verify=False, the same", WARM, "holdfast, unchecked", 1.0),
     ]
     for saved, loaded in reshardings:
         row = rows.find(resharding(saved, loaded), "holdfast")
@@ -52,6 +58,7 @@ def judge(rows: Rows, reshardings: list[tuple[int, int]]) -> list[Bar]:
         *bars,
         faster("small tensors, save as many times as fast as DCP", SMALL_SAVE, "torch DCP", 8.0),
         faster("small tensors, load as many times as fast as DCP", SMALL_LOAD, "torch DCP", 10.0),
+        over_safetensors("small tensors, load with verify=False, the same", SMALL_LOAD, "holdfast, unchecked", 1.0),
         Bar("small tensors, bytes of disk over bytes of tensors", disk, most=1.1),
         Bar("extra host memory on the worst rank, any work", _memory(rows), most=MEMORY / 2**20, unit=" MiB"),
     ]

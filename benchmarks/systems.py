@@ -53,6 +53,11 @@ def _load_holdfast(state: State, folder: Path, rank: int) -> Told:
     return Told(loaded.bytes_needed, loaded.bytes_read)
 
 
+def _load_unchecked(state: State, folder: Path, rank: int) -> Told:
+    loaded = holdfast.load(folder, state, verify=False)
+    return Told(loaded.bytes_needed, loaded.bytes_read)
+
+
 def _save_dcp(state: State, folder: Path, rank: int) -> None:
     dcp_save(state, storage_writer=FileSystemWriter(folder, sync_files=True))
 
@@ -100,9 +105,10 @@ def _sync(path: Path) -> None:
 
 
 HOLDFAST = System("holdfast", _save_holdfast, _load_holdfast, reshards=True)
+UNCHECKED = System("holdfast, unchecked", _save_holdfast, _load_unchecked, of=HOLDFAST.name)
 DCP = System("torch DCP", _save_dcp, _load_dcp, reshards=True)
 DCP_BY_HOLDFAST = System("DCP's, by holdfast", _save_dcp, _load_holdfast, reshards=True, of=DCP.name)
 TORCH_SAVE = System("torch.save", _save_torch, _load_torch)
 SAFETENSORS = System("safetensors", _save_safetensors, _load_safetensors, mapped=True)
-SYSTEMS = {system.name: system for system in (HOLDFAST, DCP, DCP_BY_HOLDFAST, TORCH_SAVE, SAFETENSORS)}
+SYSTEMS = {system.name: system for system in (HOLDFAST, UNCHECKED, DCP, DCP_BY_HOLDFAST, TORCH_SAVE, SAFETENSORS)}
 SAVERS = [system.name for system in SYSTEMS.values() if not system.of]

@@ -255,14 +255,16 @@ def _whole_blocks(overlap: Overlap, spans: Spans, sums: Sequence[str], address: 
         address = address if address is None else address + spans.nbytes
 
 
-def jobs_of(ranges: Iterable[Range], *, gap: int = GAP, straight: bool = True) -> Iterator[list[Range]]:
-    """Neighbouring ranges together, up to a span; a large one by itself, if it is read ``straight`` to its place."""
+def jobs_of(
+    ranges: Iterable[Range], *, gap: int = GAP, straight: bool = True, span: int = SPAN
+) -> Iterator[list[Range]]:  # fmt: skip
+    """Neighbouring ranges together, up to ``span`` bytes; by itself one that is longer, or is read ``straight``."""
     job: list[Range] = []
     begin = end = 0
     alone = False
     for r in ranges:
         lone = straight and r.nbytes >= DIRECT_FROM and is_straight(r)
-        if job and (lone or alone or not 0 <= r.begin - end <= gap or r.begin + r.nbytes - begin > SPAN):
+        if job and (lone or alone or not 0 <= r.begin - end <= gap or r.begin + r.nbytes - begin > span):
             yield job
             job = []
         if not job:

@@ -21,12 +21,9 @@ from holdfast.ondisk import blocks, dtypes
 from holdfast.ondisk.box import intersect, relative
 from holdfast.read.files import ASKERS, Files
 from holdfast.read.ranges import Overlap, Range, Verify, is_straight, jobs_of, ranges_of, rounds_up
-from holdfast.read.source import Fetched, ReadStats, Source, damaged, source_of
+from holdfast.read.source import STRIDE, Fetched, ReadStats, Source, damaged, source_of
 from holdfast.read.wanted import Wanted
 from holdfast.storage.place import Place
-
-STRIDE = 1 << 20
-"""Bytes that are summed and then moved."""
 
 READERS, AHEAD = 4, 4
 """Threads that read a local disk: more add nothing (measured); and jobs for each thread that wait for it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -26,6 +27,9 @@ Descriptors = tuple[int, int | None]
 
 MOST_GAP = 512 << 10
 """However slow a store answers, ranges further apart than this are asked for one by one."""
+
+STRIDE = 512 << 10
+"""Bytes that are copied and summed at a time: so many stay in a core's own cache meanwhile."""
 
 
 @dataclass
@@ -71,8 +75,17 @@ class Source(Protocol):
     def straight(self) -> bool:
         """Whether `read` saves a copy."""
 
-    def fetch(self, begin: int, nbytes: int) -> Fetched:
-        """A stretch of the file, in memory that this thread may use until it fetches again."""
+    def is_cached(self, begin: int, nbytes: int) -> bool:
+        """Whether memory has this stretch already, so that many short reads cost no more than a long one."""
+
+    def fetch(self, begin: int, nbytes: int, *, cached: bool | None = None) -> Fetched:
+        """A stretch of the file, in memory that this thread may use until it fetches again.
+
+        ``cached``: what `is_cached` said of it; it is asked by default.
+        """
+
+    def parts(self, begin: int, nbytes: int) -> Iterator[memoryview]:
+        """A stretch that is cached, a part at a time, each until the next one comes."""
 
     def forget(self, begin: int, nbytes: int) -> None:
         """A stretch had a wrong sum: let it come from the store itself when it is fetched again."""
@@ -126,25 +139,36 @@ class _OpenFile:
     tries: int = 1
     straight: bool = True
 
-    def fetch(self, begin: int, nbytes: int) -> Fetched:
+    def is_cached(self, begin: int, nbytes: int) -> bool:
+        return self.direct is None or is_cached(self.cached, begin, nbytes)
+
+    def fetch(self, begin: int, nbytes: int, *, cached: bool | None = None) -> Fetched:
         skip = begin % SECTOR
         room = -(-(skip + nbytes) // SECTOR) * SECTOR
         gathered, at = _buffer("gather", room), 0
         view, address = gathered.view[skip : skip + nbytes], gathered.address + skip
-        cold = self.direct is not None and not is_cached(self.cached, begin, nbytes)
-        if cold and self.direct is not None:
+        if self.direct is not None and not (self.is_cached(begin, nbytes) if cached is None else cached):
             with naming(self.path, "read"):  # whole sectors, so that the disk fills this memory and no other
                 got = disk.read(self.direct, gathered.view[:room], begin - skip, self.path)
             self.stats.add(got)
             at = max(min(got - skip, nbytes), 0)
-        if at < nbytes and cold:
-            self.read(begin + at, view[at:], address + at)
-        elif at < nbytes:
+            if at < nbytes:
+                self.read(begin + at, view[at:], address + at)
+        else:
             with naming(self.path, "read"):
-                self._through_cache(begin, view, 0)
+                self._through_cache(begin, view)
         return Fetched(view, address, gathered)
 
-    def _through_cache(self, begin: int, memory: memoryview, at: int) -> None:
+    def parts(self, begin: int, nbytes: int) -> Iterator[memoryview]:
+        memory = _buffer("gather", STRIDE).view
+        with naming(self.path, "read"):
+            for at in range(0, nbytes, STRIDE):
+                part = memory[: min(STRIDE, nbytes - at)]
+                self._through_cache(begin + at, part)
+                yield part
+
+    def _through_cache(self, begin: int, memory: memoryview) -> None:
+        at = 0
         while at < len(memory):
             got = disk.read(self.cached, memory[at:], begin + at, self.path)
             if not got:
@@ -156,17 +180,14 @@ class _OpenFile:
         """A disk has nothing else to give."""
 
     def read(self, begin: int, memory: memoryview, address: int) -> None:
-        total = len(memory)
+        total, at = len(memory), 0
+        direct = None if self.is_cached(begin, total) else self.direct
         with naming(self.path, "read"):
-            at = 0
-            if self.direct is not None and is_cached(self.cached, begin, total):
-                at = disk.read(self.cached, memory, begin, self.path)
-                self.stats.add(at)
-            while at < total and self.direct is not None:
+            while at < total and direct is not None:
                 low = (begin + at) // SECTOR * SECTOR
                 high = -(-min(begin + total, low + SPAN) // SECTOR) * SECTOR
                 bounce = _buffer("bounce", high - low)
-                got = disk.read(self.direct, bounce.view[: high - low], low, self.path)
+                got = disk.read(direct, bounce.view[: high - low], low, self.path)
                 skip = begin + at - low
                 useful = min(got - skip, total - at)
                 if useful <= 0:
@@ -174,7 +195,7 @@ class _OpenFile:
                 move(address + at, bounce.address + skip, useful)
                 self.stats.add(got)
                 at += useful
-            self._through_cache(begin, memory, at)
+            self._through_cache(begin + at, memory[at:])
 
 
 class _Pace:
@@ -215,7 +236,11 @@ class _Object:
     def gap(self) -> int:
         return self.pace.gap
 
-    def fetch(self, begin: int, nbytes: int) -> Fetched:
+    def is_cached(self, begin: int, nbytes: int) -> bool:
+        """A store's answer is in memory as a whole."""
+        return False
+
+    def fetch(self, begin: int, nbytes: int, *, cached: bool | None = None) -> Fetched:
         began = time.monotonic()
         try:
             with naming_unless_missing(self.path, "read"):
@@ -228,6 +253,9 @@ class _Object:
         if len(view) != nbytes:
             raise damaged(self.path, f"ends at byte {begin + len(view)}")
         return Fetched(view, address_of(got.data), got.data)
+
+    def parts(self, begin: int, nbytes: int) -> Iterator[memoryview]:
+        yield self.fetch(begin, nbytes).view
 
     def forget(self, begin: int, nbytes: int) -> None:
         forget(self.place, begin, nbytes)

@@ -92,6 +92,8 @@ def open(path: Path, flags: int, mode: int = 0o666) -> int:
 
 def read(fd: int, memory: Any, offset: int, path: object, *, flags: int = 0) -> int:
     """How many bytes were read into ``memory``, a writable buffer; 0 at the end of the file."""
+    if not _hooks and not flags:  # the short way: cached pages come in a few microseconds
+        return os.preadv(fd, [memory], offset)
     call = Call("read", str(path), offset=offset, data=memory, fd=fd)
     return _made(call, lambda: os.preadv(fd, [memory], offset, flags) if flags else os.preadv(fd, [memory], offset))
 
