@@ -23,9 +23,21 @@ LIMIT = 240.0
 CROWDED = 40
 """Process groups of one rank."""
 
-# A process that has imported what ranks need, and is forked for each of them: importing it costs each some 4 s.
+LATE = (
+    "torch._dynamo",  # otherwise by the first step of an optimizer
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint.state_dict",
+    "holdfast.manager",
+    "holdfast.load",
+    "holdfast.tools",
+    "holdfast.dcp",
+)
+"""What is imported when it is first used, which takes seconds. None of it starts a thread."""
+
+# A process that has imported what ranks need, and is forked for each of them: importing it costs each some 6 s.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.one_mesh", "tests.meshes"])
+context.set_forkserver_preload(["tests.one_mesh", "tests.meshes", *LATE])
 
 
 @dataclass

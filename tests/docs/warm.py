@@ -23,6 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.pool import LATE
+
 
 def main(path: str) -> int:
     preload()
@@ -45,18 +47,7 @@ def main(path: str) -> int:
 
 def preload() -> None:
     """What takes long to import, or is imported late. Nothing here may start a thread."""
-    for module in (
-        "torch",
-        "torch._dynamo",  # otherwise by the first step of an optimizer
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "torch.distributed.checkpoint.state_dict",
-        "holdfast.cli.app",
-        "holdfast.dcp",
-        "holdfast.testing",
-        "tests.docs.made",
-        "tests.docs.run_page",
-    ):
+    for module in (*LATE, "holdfast.cli.app", "holdfast.testing", "tests.docs.made", "tests.docs.run_page"):
         import_module(module)
     import_module("torch").set_num_threads(1)
     gc.collect()
