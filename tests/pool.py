@@ -31,13 +31,15 @@ LATE = (
     "holdfast.manager",
     "holdfast.load",
     "holdfast.tools",
+    "holdfast.convert",
     "holdfast.dcp",
+    "holdfast.report.installed",
 )
 """What is imported when it is first used, which takes seconds. None of it starts a thread."""
 
 # A process that has imported what ranks need, and is forked for each of them: importing it costs each some 6 s.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.one_mesh", "tests.meshes", *LATE])
+context.set_forkserver_preload(["tests.one_mesh", "tests.meshes", "pytest", "hypothesis.strategies", *LATE])
 
 
 @dataclass
