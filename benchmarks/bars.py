@@ -25,13 +25,14 @@ def resharding(saved: int, loaded: int) -> str:
 def judge(rows: Rows, reshardings: list[tuple[int, int]]) -> list[Bar]:
     """Every bar."""
 
-    def faster(what: str, work: str, than: str, least: float) -> Bar:
-        fair = (rows.ratio(work, than, "holdfast"), rows.ratio(work, than, "holdfast", best=True))
-        return Bar(what, *fair, least=least)
+    def fair(work: str, over: str, under: str) -> tuple[float | None, float | None]:
+        return rows.ratio(work, over, under), rows.ratio(work, over, under, best=True)
 
-    def over_safetensors(what: str, work: str, system: str, most: float) -> Bar:
-        of = (rows.ratio(work, system, "safetensors"), rows.ratio(work, system, "safetensors", best=True))
-        return Bar(what, *of, most=most)
+    def faster(what: str, work: str, than: str, least: float) -> Bar:
+        return Bar(what, *fair(work, than, "holdfast"), least=least)
+
+    def beside_safetensors(what: str, work: str, system: str, most: float) -> Bar:
+        return Bar(f"{what}, its time over safetensors'", *fair(work, system, "safetensors"), most=most)
 
     bars = [
         faster("save, as many times as fast as DCP", SAVE, "torch DCP", 2.0),
@@ -41,12 +42,11 @@ def judge(rows: Rows, reshardings: list[tuple[int, int]]) -> list[Bar]:
         faster("cold load, as many times as fast as DCP", COLD, "torch DCP", 1.0),
         Bar(
             "cold load of DCP's own checkpoint, as many times as fast as DCP",
-            rows.ratio(COLD, "torch DCP", "DCP's, by holdfast"),
-            rows.ratio(COLD, "torch DCP", "DCP's, by holdfast", best=True),
+            *fair(COLD, "torch DCP", "DCP's, by holdfast"),
             least=1.0,
         ),
-        over_safetensors("warm load, its time over that of safetensors", WARM, "holdfast", 1.15),
-        over_safetensors("warm load with verify=False, the same", WARM, "holdfast, unchecked", 1.0),
+        beside_safetensors("warm load", WARM, "holdfast", 1.15),
+        beside_safetensors("warm load with verify=False", WARM, "holdfast, unchecked", 1.0),
     ]
     for saved, loaded in reshardings:
         row = rows.find(resharding(saved, loaded), "holdfast")
@@ -58,7 +58,7 @@ def judge(rows: Rows, reshardings: list[tuple[int, int]]) -> list[Bar]:
         *bars,
         faster("small tensors, save as many times as fast as DCP", SMALL_SAVE, "torch DCP", 8.0),
         faster("small tensors, load as many times as fast as DCP", SMALL_LOAD, "torch DCP", 10.0),
-        over_safetensors("small tensors, load with verify=False, the same", SMALL_LOAD, "holdfast, unchecked", 1.0),
+        beside_safetensors("small tensors, load with verify=False", SMALL_LOAD, "holdfast, unchecked", 1.0),
         Bar("small tensors, bytes of disk over bytes of tensors", disk, most=1.1),
         Bar("extra host memory on the worst rank, any work", _memory(rows), most=MEMORY / 2**20, unit=" MiB"),
     ]

@@ -99,6 +99,8 @@ def show(rows: list[Row]) -> list[Bar]:
     for how in ("cold", "warm"):
         fair = (times(found[how, SHARED], found[how, DCP], best=best) for best in (False, True))
         bars.append(Bar(f"seconds over those of DCP, {how}", *fair, most=1.0))
+    alone = (times(warm, found["warm", ALONE], best=best) for best in (False, True))
+    bars.append(Bar('seconds over those with share="off", warm', *alone, most=1.1))
     show_bars(Console(), bars)
     return bars
 

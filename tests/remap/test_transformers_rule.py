@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.remap import Remap, Rename
 from holdfast.remap import transformers as map_of
+from tests.programs import run_code
 from tests.remap.arrangements import Tensors
 from tests.remap.test_transformers import _no_noise, differences, files_in, leaves, made, problems, rule_of
 from tests.remap.tiny_models import model_of
@@ -256,10 +256,8 @@ def fused(folder: Path) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="its transformers imports torchvision for these models")
 def test_modules_that_transformers_fuses(tmp_path: Any) -> None:
     """In a process of its own: transformers notes them for all models to come."""
-    process = multiprocessing.get_context("fork").Process(target=fused, args=(Path(tmp_path),))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    ended = run_code(f"import pathlib, sys; from {__name__} import fused; fused(pathlib.Path(sys.argv[1]))", tmp_path)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_proof_of_a_map(tmp_path: Any) -> None:
