@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bar:
-    """``measured`` by the medians, ``best`` by the best repetitions; ``least`` or ``most`` is the limit."""
+    """``measured`` by the medians, ``best`` by the best repetitions; ``least`` or ``most`` is the limit.
+
+    ``floor``: for a bar with ``most``, what ``measured`` would be if only the indispensable work were done, such as to
+    read the bytes; measured in the same run.
+    """
 
     what: str
     measured: float | None
@@ -18,9 +22,17 @@ class Bar:
     least: float | None = None
     most: float | None = None
     unit: str = "×"
+    floor: float | None = None
 
     @property
     def met(self) -> bool:
         if self.measured is None:
             return False
         return (self.least is None or self.measured >= self.least) and (self.most is None or self.measured <= self.most)
+
+    @property
+    def out_of_reach(self) -> bool:
+        """Whether it is missed where the floor alone takes nine tenths of the limit, or more."""
+        if self.met or self.measured is None or self.floor is None or self.most is None:
+            return False
+        return self.floor >= 0.9 * self.most

@@ -148,7 +148,8 @@ def measure_all(bench: Bench, scale: Scale) -> None:
     """Every work of the bench."""
     systems = list(SYSTEMS)
     bench.saves(SAVE, RANKS, scale.state, [*RAWS, *SAVERS], scale.saves, disk=True)
-    bench.loads(COLD, RANKS, scale.state, [*RAWS, *SYSTEMS], scale.loads, cold=True)
+    loaders = [name for name, system in SYSTEMS.items() if not system.floor]
+    bench.loads(COLD, RANKS, scale.state, [*RAWS, *loaders], scale.loads, cold=True)
     bench.loads(WARM, RANKS, scale.state, systems, scale.loads, cold=False)
     bench.clear()
     resharders = [name for name, system in SYSTEMS.items() if system.reshards]

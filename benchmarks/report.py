@@ -49,12 +49,13 @@ def show(rows: Rows, bars: list[Bar], facts: dict[str, object]) -> None:
 def show_bars(console: Console, bars: list[Bar]) -> None:
     """Print what must be cleared, and whether it was."""
     table = Table(title="bars", title_justify="left", title_style="bold")
-    for column in ("bar", "limit", "measured", "best of each", ""):
+    for column in ("bar", "limit", "measured", "best of each", "floor", ""):
         table.add_column(column, justify="left" if column == "bar" else "right")
     for bar in bars:
         limit = f"≥ {bar.least:g}{bar.unit}" if bar.least is not None else f"≤ {bar.most:g}{bar.unit}"
-        verdict = "[green]met[/green]" if bar.met else "[red]missed[/red]"
-        table.add_row(bar.what, limit, _number(bar.measured, bar.unit), _number(bar.best, bar.unit), verdict)
+        verdict = "[yellow]out of reach[/yellow]" if bar.out_of_reach else "[red]missed[/red]"
+        numbers = [_number(figure, bar.unit) for figure in (bar.measured, bar.best, bar.floor)]
+        table.add_row(bar.what, limit, *numbers, "[green]met[/green]" if bar.met else verdict)
     console.print(table)
 
 

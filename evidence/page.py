@@ -81,8 +81,9 @@ def _line(name: str, one: Row, *, alike: bool) -> str:
 
 def _counts(one: Row) -> str:
     if "bars" in one.counts:
-        bars, missed = int(one.counts["bars"]), int(one.counts["bars missed"])
-        return f"{bars - missed}/{bars} bars" if bars else "no bars"
+        bars, far = int(one.counts["bars"]), int(one.counts.get("bars out of reach", 0))
+        met = bars - int(one.counts["bars missed"]) - far
+        return (f"{met}/{bars} bars" if bars else "no bars") + (f", {far} out of reach" if far else "")
     parts = [(name, one.counts[name]) for name in SHOWN if name in one.counts]
     return ", ".join(f"{count:,} {name}" if isinstance(count, (int, float)) else count for name, count in parts)
 
@@ -93,4 +94,6 @@ def _duration(seconds: float) -> str:
 
 def _machine(one: Row) -> str:
     facts = one.machine
-    return f"{facts['cores']} cores, {facts['memory_gib']:.0f} GiB, Python {facts['python']}"
+    return (
+        f"{facts['cores']} cores, {facts['memory_gib']:.0f} GiB, Python {'.'.join(str(facts['python']).split('.')[:2])}"
+    )
