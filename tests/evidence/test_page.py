@@ -28,7 +28,7 @@ MACHINE: dict[str, str | int | float] = {
 def made(name: str, **changes: object) -> Row:
     one = Row(
         name, ["true"], "2026-11-24T01:00:00Z", 537.0, "abcdef1234", True, digest(RUNS[name]), MACHINE,
-        {"passed": 6845, "skipped": 5}, "passed", [],
+        {"passed": 6845, "skipped": 5, "failed": 0}, "passed", [],
     )  # fmt: skip
     return replace(one, **changes)  # type: ignore[arg-type]
 
@@ -39,9 +39,9 @@ def test_each_run_has_its_line_and_its_anchor(tmp_path: Path) -> None:
     row.write(made("three", digest="other"), tmp_path)
     text = page.with_evidence(PAGE, RUNS, tmp_path)
     assert "All on 2 cores, 16 GiB, Python 3.11." in text
-    assert '|<a id="run-one"></a>one|passed|6,845 passed, 5 skipped|2026-11-24|abcdef1|9 min|' in text
-    assert "></a>two|failed: ended with 2|6,845 passed, 5 skipped|2026-11-24|abcdef1 and changes|12 s|" in text
-    assert "></a>three|passed|" in text, "that it is stale is for the command to say"
+    assert '|<a id="run-one"></a>one|6,845 passed, 5 skipped|2026-11-24|abcdef1|9 min|' in text
+    assert "></a>two|failed: ended with 2; 6,845 passed, 5 skipped|2026-11-24|abcdef1 and changes|12 s|" in text
+    assert "></a>three|6,845 passed" in text, "that it is stale is for the command to say"
     assert 'No row yet: <a id="run-soak"></a>soak.' in text
     assert text.startswith(f"before\n{report.BEGIN}\nold\n") and text.endswith("\nafter\n")
     assert page.with_evidence(text, RUNS, tmp_path) == text
@@ -117,7 +117,7 @@ def test_runs_are_recorded_and_the_page_written(small: Path, monkeypatch: pytest
     monkeypatch.setattr(command, "record", record)
     assert command.main(["run", "one"]) == 0
     assert command.main(["run", "three", "two"]) == 1
-    assert "></a>three|passed|" in page.PAGE.read_text() and "No row yet: " in page.PAGE.read_text()
+    assert "></a>three|6,845 passed" in page.PAGE.read_text() and "No row yet: " in page.PAGE.read_text()
 
 
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

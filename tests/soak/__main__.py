@@ -25,7 +25,6 @@ from holdfast.run.tiers import outage, uploader
 from tests.soak import mutants
 from tests.soak.loop import Soak
 from tests.soak.plan import first_of
-from tests.soak.report import write_docs
 from tests.soak.world import Violation, adopt
 
 
@@ -64,8 +63,6 @@ def main() -> int:
     soak.close()
     counts = {**soak.counts, "violations": 0, "seconds": round(time.monotonic() - began), "seed": seed}
     print(json.dumps({"counts": dict(sorted(counts.items()))}), flush=True)
-    if options.write_docs:
-        write_docs(counts)
     if not options.folder:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
@@ -82,7 +79,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--folder", help="where the runs lie; a temporary folder by default")
     parser.add_argument("--replay", metavar="SEED:EPISODE", help="this episode, and those of its run before it")
     parser.add_argument("--mutant", choices=sorted(mutants.MUTANTS), help="break the library, to see that it is found")
-    parser.add_argument("--write-docs", action="store_true", help="write the counts into docs/trust.md")
     options = parser.parse_args()
     if options.seed is None:
         options.seed = secrets.randbelow(1_000_000)

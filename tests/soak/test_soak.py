@@ -11,7 +11,7 @@ import pytest
 from tests.programs import run_module
 from tests.soak.mutants import MUTANTS
 from tests.soak.plan import begins, episode_of, first_of
-from tests.soak.report import write_docs
+from tests.soak.report import table
 
 FOUND_WITHIN = 60
 """Episodes in which each mutant has to be found."""
@@ -68,10 +68,6 @@ def test_a_replay_begins_where_the_run_began() -> None:
     assert begins(9, 0)
 
 
-def test_counts_become_a_table_of_the_page(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- counts -->\nold\n<!-- end of counts -->\nafter\n")
-    write_docs({"seed": 1, "seconds": 3600, "episodes": 1234, "kill: injected": 3, "kill: missed": 1}, page)
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+def test_counts_become_a_table() -> None:
+    text = table({"seed": 1, "seconds": 3600, "episodes": 1234, "kill: injected": 3, "kill: missed": 1})
     assert "60 minutes" in text and "|episodes|1,234|" in text and "|kill|3|0|1|" in text
