@@ -56,10 +56,11 @@ def _gone(pid: int) -> bool:
 
 
 TRAINER = """
-import os, signal, sys, threading, torch, holdfast
+import os, signal, sys, torch, holdfast
 from holdfast.write import write
 from holdfast.commit import settle
 from tests.commit.test_parts import _state
+from tests.patience import freeze
 path, moment = sys.argv[1:]
 
 def die(*args, **kwargs):
@@ -78,7 +79,6 @@ elif moment == "staged":
     def leave(self, small):
         freeze(saver._pool.worker.pid)
         real(self, small)
-        threading.Timer(0.5, os.kill, [saver._pool.worker.pid, signal.SIGCONT])
         die()
     write.Writing.leave = leave
 else:
