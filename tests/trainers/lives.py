@@ -23,7 +23,9 @@ import torch
 import holdfast
 from tests.pool import context as warm
 
-LIMIT = 240.0
+LIMIT, GRACE = 240.0, 30.0
+"""Seconds for ranks to answer, and for the others once one has raised."""
+
 KILLED = "killed"
 
 
@@ -89,18 +91,19 @@ def _outcome(pipes: list[Connection]) -> list[Any] | str:
     """What all ranks returned; KILLED if one was killed, else the trace of one that raised."""
     found: dict[int, Any] = {}
     trace = None
-    while len(found) < len(pipes) and trace is None:
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], LIMIT)
+    while len(found) < len(pipes):
+        # Waited for after a trace too: a rank raises when another one dies, and that may be seen a little later.
+        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], LIMIT if trace is None else GRACE)
         if not ready:
-            return f"ranks {sorted(set(range(len(pipes))) - set(found))} gave no answer within {LIMIT:g} s"
+            silent = sorted(set(range(len(pipes))) - set(found))
+            return trace or f"ranks {silent} gave no answer within {LIMIT:g} s"
         for pipe in ready:
             assert isinstance(pipe, Connection)
             try:
                 well, told = pipe.recv()
             except (EOFError, ConnectionResetError):
                 return KILLED
-            # Not returned at once: a rank raises when another one's sockets close, and that one's pipe closed before.
-            if not well:
+            if not well and trace is None:
                 trace = str(told)
             found[pipes.index(pipe)] = told
     return trace or [found[rank] for rank in range(len(pipes))]
