@@ -215,7 +215,7 @@ def sweep_beside(path: Place, record: Manifest, reused: Callable[[Place], Collec
         if path.may_live(strays) or standing_save(path) != record.save:
             return False
         storage.delete(*(path / f for f in strays))
-        (path / "parts").delete_if_empty()
+    (path / "parts").delete_if_empty()  # a trainer may have died between the last part and their folder
     return True
 
 

@@ -21,7 +21,10 @@ _refusals: ContextVar[list[HoldfastError] | None] = ContextVar("refusals", defau
 
 
 class Traced(torch.Tensor):
-    """A tensor without memory; operations on it give others, whose nodes say where the elements come from."""
+    """A tensor without memory; operations on it give others, whose nodes say where the elements come from.
+
+    It says that it is on the CPU: there torch makes the index of ``tensor[[0, 3]]``, whose numbers have to be known.
+    """
 
     node: Node
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -31,7 +34,7 @@ class Traced(torch.Tensor):
         if not known(node.dtype):
             raise Unsupported(f"{described(node)} has a dtype that this torch does not know")
         self = torch.Tensor._make_wrapper_subclass(
-            cls, node.shape, dtype=torch_dtype(node.dtype), device=torch.device("meta"), requires_grad=False
+            cls, node.shape, dtype=torch_dtype(node.dtype), device=torch.device("cpu"), requires_grad=False
         )
         self.node = node
         return self

@@ -63,8 +63,9 @@ def test_into_one_process(name: str) -> None:
 )  # fmt: skip
 @pytest.mark.slow
 def test_into_fsdp2(world: int, names: list[str]) -> None:
-    for rank, wrong in enumerate(pool.run(world, load_each, names)):
-        assert wrong == [], rank
+    for some in (names[:17], names[17:34], names[34:]):  # ranks have to answer within minutes
+        for rank, wrong in enumerate(pool.run(world, load_each, some)):
+            assert wrong == [], rank
 
 
 def test_the_golden_ones_are_all_there() -> None:

@@ -40,6 +40,8 @@ ARRANGED: dict[str, Callable[[T, T], T]] = {
     "all": lambda a, b: a[...],
     "rows of an index": lambda a, b: a[torch.tensor([3, 1, 1, -1])],
     "columns of an index": lambda a, b: a[:, torch.tensor([[3, 1], [0, 1]])],
+    "columns of a list": lambda a, b: a[:, [0, 3]],
+    "rows of an index made beside it": lambda a, b: a[torch.arange(5, -1, -1, device=a.device)],
     "index_select": lambda a, b: a.index_select(1, torch.tensor([2, 3])),
     "t": lambda a, b: a.t(),
     "T": lambda a, b: a.T.contiguous(),

@@ -183,6 +183,14 @@ def test_a_save_that_replaces_one_while_somebody_sweeps_stays(root: Path) -> Non
     holdfast.tools.verify(root / "step-2")
 
 
+def test_an_empty_folder_of_parts_goes(root: Path) -> None:
+    """A trainer may die between the last part, once it has committed, and their folder."""
+    (root / "step-2" / "parts").mkdir()
+    assert folders.sweep_beside(root / "step-2", read_manifest(root / "step-2"))
+    assert not (root / "step-2" / "parts").exists()
+    holdfast.tools.verify(root / "step-2")
+
+
 def test_without_locks_only_what_is_old_is_dead(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _dead(root)
 
