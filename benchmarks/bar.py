@@ -13,7 +13,7 @@ class Bar:
     """``measured`` by the medians, ``best`` by the best repetitions; ``least`` or ``most`` is the limit.
 
     ``floor``: for a bar with ``most``, what ``measured`` would be if only the indispensable work were done, such as to
-    read the bytes; measured in the same run.
+    read the bytes; measured in the same run. It explains a miss, and excuses none.
     """
 
     what: str
@@ -29,10 +29,3 @@ class Bar:
         if self.measured is None:
             return False
         return (self.least is None or self.measured >= self.least) and (self.most is None or self.measured <= self.most)
-
-    @property
-    def out_of_reach(self) -> bool:
-        """Whether it is missed where the floor alone takes nine tenths of the limit, or more."""
-        if self.met or self.measured is None or self.floor is None or self.most is None:
-            return False
-        return self.floor >= 0.9 * self.most

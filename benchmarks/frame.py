@@ -122,7 +122,7 @@ def write(
 ) -> None:  # fmt: skip
     """The figures as JSON, and a line that says where they are."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    judged = [{**vars(bar), "met": bar.met, "out_of_reach": bar.out_of_reach} for bar in bars]
+    judged = [{**vars(bar), "met": bar.met} for bar in bars]
     text = json.dumps({"facts": facts, "bars": judged, "rows": rows, **more}, indent=1)
     out.write_text(text + "\n")
     print(f"written to {out}")

@@ -53,9 +53,9 @@ def show_bars(console: Console, bars: list[Bar]) -> None:
         table.add_column(column, justify="left" if column == "bar" else "right")
     for bar in bars:
         limit = f"≥ {bar.least:g}{bar.unit}" if bar.least is not None else f"≤ {bar.most:g}{bar.unit}"
-        verdict = "[yellow]out of reach[/yellow]" if bar.out_of_reach else "[red]missed[/red]"
+        verdict = "[green]met[/green]" if bar.met else "[red]missed[/red]"
         numbers = [_number(figure, bar.unit) for figure in (bar.measured, bar.best, bar.floor)]
-        table.add_row(bar.what, limit, *numbers, "[green]met[/green]" if bar.met else verdict)
+        table.add_row(bar.what, limit, *numbers, verdict)
     console.print(table)
 
 

@@ -81,9 +81,8 @@ def _line(name: str, one: Row, *, alike: bool) -> str:
 
 def _counts(one: Row) -> str:
     if "bars" in one.counts:
-        bars, far = int(one.counts["bars"]), int(one.counts.get("bars out of reach", 0))
-        met = bars - int(one.counts["bars missed"]) - far
-        return (f"{met}/{bars} bars" if bars else "no bars") + (f", {far} out of reach" if far else "")
+        bars, missed = int(one.counts["bars"]), int(one.counts["bars missed"])
+        return f"{bars - missed}/{bars} bars" if bars else "no bars"
     parts = [(name, one.counts[name]) for name in SHOWN if one.counts.get(name)]
     return ", ".join(f"{count:,} {name}" if isinstance(count, (int, float)) else count for name, count in parts)
 
