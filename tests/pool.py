@@ -39,7 +39,9 @@ LATE = (
 
 # A process that has imported what ranks need, and is forked for each of them: importing it costs each some 6 s.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.one_mesh", "tests.meshes", "pytest", "hypothesis.strategies", *LATE])
+context.set_forkserver_preload(
+    ["tests.one_mesh", "tests.meshes", "pytest", "hypothesis.strategies", *LATE, "tests.frozen"]
+)
 
 
 @dataclass

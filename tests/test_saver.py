@@ -212,9 +212,7 @@ def many_saves(root: str, worker: str, count: int, fail_every: int) -> tuple[dic
     ids=["300 saves", "every third fails", "100 saves of 2 ranks", "of 2 ranks, every third fails"],
 )
 @pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.fast_cases(
-    "thread-300 saves", "thread-of 2 ranks, every third fails", "process-of 2 ranks, every third fails"
-)
+@pytest.mark.fast_cases("thread-300 saves", "process-of 2 ranks, every third fails")
 def test_nothing_grows(world: int, count: int, fail_every: int, worker: str) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as root:
         for early, late, living in pool.run(world, many_saves, root, worker, count, fail_every):

@@ -176,6 +176,7 @@ def test_what_64_ranks_plan_stays_small(model: Model, sharding: Any) -> None:
         assert loaded.read <= 1.02
 
 
+@pytest.mark.slow
 def test_figures_become_tables_bars_and_a_picture() -> None:
     cells = []
     for size in (8, 16):

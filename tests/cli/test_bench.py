@@ -36,6 +36,7 @@ def test_a_folder(tmp_path: Path, run: Run) -> None:
     assert code == Code.FINE and "save every" in out and "steps)" in out and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_store(moto: Server) -> None:
     with bucket_of(moto) as bucket:
         done = benching.bench(bucket.at("bench"), 8 << 20, rounds=1)

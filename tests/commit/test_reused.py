@@ -304,7 +304,7 @@ def check(root: Place, states: dict[int, dict[str, Any]], ending: str) -> None:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("kind", ["links", "cited"])
-@pytest.mark.fast_cases("links-retire", "links-drop", "cited-retire the newest", "cited-overwrite")
+@pytest.mark.fast_cases("links-drop", "cited-overwrite")
 def test_a_kill_at_any_moment(ending: str, kind: str, tmp_path: Path) -> None:
     n, template = 0, tmp_path / kind
     states = chain(template)
@@ -349,6 +349,7 @@ def _until(nth: int, work: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("ending", ["retire", "retire the newest", "drop"])
+@pytest.mark.fast_cases("retire-before", "drop-after")
 def test_a_store_that_fails_at_any_moment(ending: str, when: Any) -> None:
     n, count, template = 0, 1, old()
     states = chain(StorePlace(template, "run"))
@@ -412,7 +413,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS, remembers=st.booleans())
 @pytest.mark.parametrize("kind", ["links", "cited", "store", "saved", "saved in a store"])
-@pytest.mark.fast_cases("links", "saved")
+@pytest.mark.fast_cases("links")
 def test_any_sequence(
     kind: str, operations: list[tuple[str, int, str]], remembers: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -14,12 +14,18 @@ from tests.docs.pages import ROOT, RUN, blocks_of, pages
 from tests.servers import Server
 
 MOST_NOT_RUN = 0.2
+
+LONG_PAGES = (
+    "cli", "migrate", "testing", "trainers", "trainers-huggingface", "trainers-lightning", "view",
+)  # fmt: skip
+"""What these show takes ten seconds or more to run: `make test-all` does."""
 """Of all blocks, those that may say why they do not run."""
 
 NEEDS_A_STORE = re.compile(r"\b(s3|gs|az|abfss|r2|weka|https)://")
 
 
 @pytest.mark.parametrize("page", pages())
+@pytest.mark.slow_cases(*(f"docs/{page}.md" for page in LONG_PAGES))
 def test_what_a_page_shows(page: str, warm: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     blocks = [block for block in blocks_of(page) if not block.not_run]
     if not any(block.language in RUN for block in blocks):

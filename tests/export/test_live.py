@@ -70,6 +70,7 @@ def test_shards_along_any_axis_and_many_small_tensors(world: int, tmp_path: Path
     assert index["weight_map"].keys() == tensors.keys() and len(set(index["weight_map"].values())) == 3
 
 
+@pytest.mark.slow
 def test_ranks_on_several_machines_never_write_to_one_page(tmp_path: Path) -> None:
     pool.run(2, live_jobs.on_one_machine, str(tmp_path / "one"), {})
     pool.run(2, live_jobs.on_two_machines, str(tmp_path / "two"))
@@ -91,6 +92,7 @@ def test_under_a_map_too_the_same_bytes_as_by_way_of_a_checkpoint(called: str, w
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("how", ["together", "refused", "left"])
+@pytest.mark.fast_cases("together-2", "left-3")
 def test_ranks_of_a_machine_fill_windows_together_and_can_do_without(how: str, world: int, tmp_path: Path) -> None:
     pool.run(world, live_jobs.on_one_machine, str(tmp_path / "plain"), {})
     filled = pool.run(world, live_jobs.together, str(tmp_path / how), how)

@@ -101,6 +101,7 @@ def written(path: Path, to: str) -> Model:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("to", ["holdfast", "huggingface", "torch", "dcp"])
+@pytest.mark.fast_cases("holdfast-bfloat16", "huggingface-float32", "torch-float32", "dcp-bfloat16")
 def test_four_formats_give_the_sums_in_float64(
     to: Any, dtype: torch.dtype | None, sources: list[Path], tmp_path: Path
 ) -> None:

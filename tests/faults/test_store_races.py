@@ -106,7 +106,8 @@ def one_has_won(bucket: Bucket, results: Mapping[int, str], states: Mapping[int,
     assert {path for path in bucket.files("c") if ".holdfast-probe-" not in path} == named
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 8])
 def test_one_of_several_processes_wins(count: int, bucket: Bucket) -> None:
     seeds = list(range(1, count + 1))
     # They come to their manifests at about the same time, whatever else this machine does.

@@ -334,7 +334,7 @@ def test_what_is_kept_elsewhere_is_refused() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", hostile.bombs())
-@pytest.mark.slow_cases("integers that do not count up")
+@pytest.mark.slow_cases("integers that do not count up", "odd keys")
 def test_bombs(name: str) -> None:
     data, reason = hostile.bombs()[name]
     tracemalloc.start()
@@ -357,6 +357,7 @@ def test_depth(deeper: bytes) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_keys_that_do_not_collide_are_not_too_many() -> None:
     sizes = {(layer, head): 1.5 for layer in range(200) for head in range(200)}
     assert load(pickle.dumps(sizes)) == sizes

@@ -94,6 +94,7 @@ def test_a_comment_that_looks_like_a_directory() -> None:
     assert contents(Archive(stretch(target.getvalue()))) == {"a": b"1"}
 
 
+@pytest.mark.slow
 def test_many_members() -> None:
     members = {f"m/{n}": str(n).encode() for n in range(70_000)}  # more than 16 bits count
     archive = Archive(stretch(written(members)))

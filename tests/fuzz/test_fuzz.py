@@ -74,6 +74,7 @@ def test_what_is_sound_is_read(target: str, tmp_path: Path) -> None:
         (lambda: _raise("it"), "names no file"),
     ],
 )  # fmt: skip
+@pytest.mark.slow_cases("<lambda>-Hung")
 def test_a_trial_can_fail(work: object, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "SECONDS", 2)
     monkeypatch.setattr(trial, "use", lambda target, path, took: work())  # type: ignore[operator]

@@ -43,7 +43,7 @@ def test_tensors_on_a_mesh_of_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "backend"), [("plain", ALONE), ("mixed", ALONE), ("offloaded", BOTH)])
-@pytest.mark.fast_cases("plain-gloo")
+@pytest.mark.slow
 def test_a_sharded_model(how: str, backend: str, tmp_path: Path) -> None:
     world = 1 if REAL else 2
     assert ranks.run(world, backend, "sharded", str(tmp_path), how) == [[]] * world

@@ -39,7 +39,7 @@ def saved(path: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("how", ["blocking", "thread", "process", "process in waves", "thread, another stream"])
-@pytest.mark.fast_cases("thread")
+@pytest.mark.slow
 def test_every_kind_of_tensor_comes_to_its_file(how: str, lab: Lab, tmp_path: Path) -> None:
     state = states.every_kind(lab.kind, 1)
     expected = on_host(state)

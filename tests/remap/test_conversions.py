@@ -69,6 +69,7 @@ def converted_and_killed(source: str, target: str) -> None:
     killed_in_its_middle(target, lambda: converted(source, target, {"to": "huggingface"}, WIDE_TO_HUB))
 
 
+@pytest.mark.slow
 def test_killed_the_same_map_goes_on_and_another_does_not(tmp_path: Path) -> None:
     path = str(tmp_path / "c")
     pool.run(1, mesh_trials.save, "Native", "one process", path, str(tmp_path / "truth.pt"), WIDE)

@@ -254,6 +254,7 @@ def fused(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="its transformers imports torchvision for these models")
+@pytest.mark.slow
 def test_modules_that_transformers_fuses(tmp_path: Any) -> None:
     """In a process of its own: transformers notes them for all models to come."""
     ended = run_code(f"import pathlib, sys; from {__name__} import fused; fused(pathlib.Path(sys.argv[1]))", tmp_path)

@@ -291,6 +291,7 @@ def killed_everywhere(copied: Path, source: Path) -> Iterator[int]:
         yield nth
 
 
+@pytest.mark.slow
 def test_killed_in_its_middle_it_leaves_nothing_worse(saved: Path, copied: Path) -> None:
     deaths = 0
     before: set[tuple[str, str, int]] | None = None

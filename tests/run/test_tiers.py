@@ -713,6 +713,7 @@ def test_a_folder_that_all_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
+@pytest.mark.fast_cases("a")
 def test_a_node_is_lost(lost: str, tmp_path: Path) -> None:
     """Steps that are on its disk alone are gone; the newest that is in the store is whole."""
     pool.run(4, run_on_nodes, str(tmp_path), TWO, [1, 2, 3], {"upload": {"every": 2, "newest": False}, "await": False})

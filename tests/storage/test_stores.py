@@ -99,7 +99,8 @@ def test_overwrite(bucket: Bucket) -> None:
     is_whole(bucket.direct("c"), state_of(3))
 
 
-@pytest.mark.parametrize("worker", ["process", pytest.param("thread", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", ["process", "thread"])
 def test_in_the_background(worker: Any, bucket: Bucket) -> None:
     """Three saves in two slots, each larger than its slot may be: sums first, then waves of windows."""
     states = [state_of(step, rows=70_000, width=128) for step in (1, 2, 3)]  # 36 MB in each of two files
@@ -372,10 +373,9 @@ def test_a_store_that_lives_in_one_process_is_saved_to_by_threads() -> None:
 # The end of a process
 
 
-@pytest.mark.parametrize(
-    "how", ["save", pytest.param("saver", marks=pytest.mark.slow), pytest.param("load", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("what", [pytest.param("dead", marks=pytest.mark.slow), "silent"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["save", "saver", "load"])
+@pytest.mark.parametrize("what", ["dead", "silent"])
 def test_a_script_ends_by_itself(how: str, what: str) -> None:
     """Nobody listens, or somebody who never answers: an error, and no thread keeps the interpreter."""
     held = hold_port()

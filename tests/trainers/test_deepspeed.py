@@ -22,12 +22,10 @@ KINDS = [
     (2, "fp16"),
     (3, "fp16"),
 ]
-FAST = [(2, "bf16")]
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [kind if kind in FAST else pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dtype"), KINDS)
 def test_a_killed_engine_goes_on_bit_for_bit(tmp_path: Path, stage: int, dtype: str) -> None:
     whole = live(2, f"{RUNS}:train", tmp_path / "whole", stage, dtype, 6)
     assert live(2, f"{RUNS}:train", tmp_path / "killed", stage, dtype, 6, 3) == KILLED

@@ -27,7 +27,8 @@ def lives(
     assert differences(last, tmp_path / "killed" / last.name) == []
 
 
-@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(k, marks=pytest.mark.slow) for k in ("alone", "fsdp2"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "alone", "fsdp2"])
 def test_inside_of_an_epoch(tmp_path: Path, kind: str) -> None:
     lives(tmp_path, kind, every=4, dies_after=11, goes_on_after=8)
 

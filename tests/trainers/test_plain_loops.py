@@ -30,7 +30,8 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     lives(tmp_path, kind, 1 if kind == "alone" else 2, every=6)
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_one_goes_on_in_the_middle_of_an_accumulation(tmp_path: Path, kind: str) -> None:
     # Saved after the 5th micro-batch, the first of two; the loader has a process of its own.
     lives(tmp_path, kind, 2, every=5, gradients=True, workers=1)

@@ -189,6 +189,7 @@ def test_a_server_is_asked_for_all_statistics(tab: Callable[..., Tab], served: s
 
 @pytest.mark.parametrize("width", [360, 768, 1280])
 @pytest.mark.parametrize("stats", ["*", None])
+@pytest.mark.fast_cases("*-360", "None-768")
 def test_no_window_is_too_narrow(
     tab: Callable[..., Tab], saved: Path, tmp_path: Path, width: int, stats: str | None
 ) -> None:

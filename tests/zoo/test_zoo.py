@@ -41,7 +41,7 @@ def _case(name: str) -> Case:
 
 
 @pytest.mark.parametrize("name", FEW)
-@pytest.mark.fast_cases("torch: AdamW in two groups", "torch: tied weights", "torch: a tree as extra state")
+@pytest.mark.fast_cases("torch: tied weights", "torch: a tree as extra state")
 def test_a_few_kinds(name: str, tmp_path: Path) -> None:
     assert {verdict for verdict, _ in _judged(_case(name), tmp_path).values()} == {"right"}
 
