@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,6 +14,7 @@ from holdfast.storage.store import Got, Store
 from holdfast.storage.wrappers import hedged
 from holdfast.storage.wrappers.hedged import ABANDONED, ALWAYS, KNOWN, Hedged
 from holdfast.storage.wrappers.retrying import transient
+from holdfast.storage.wrappers.wrapper import in_thread
 from holdfast.testing import Memory
 from tests.patience import wait_until
 
@@ -157,8 +159,16 @@ def test_after_an_error_that_may_pass_the_other_answer_is_taken(failing: int, sl
     assert getting.outcome() == Got(b"good", 4)
 
 
-def test_if_both_fail_the_first_error_is_raised(slow: Slow) -> None:
-    getting = InThread(knowing(slow), "slow")
+def test_if_both_fail_the_first_error_is_raised(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked_at_once(work: Callable[[], Got], name: str) -> Future[Got]:
+        before = len(slow.asked)
+        future = in_thread(work, name)
+        wait_until(lambda: len(slow.asked) > before)
+        return future
+
+    store = knowing(slow)
+    monkeypatch.setattr(hedged, "in_thread", asked_at_once)
+    getting = InThread(store, "slow")
     wait_until(lambda: len(slow.asked) == 2)
     slow.asked[1].give(lambda: _raise(transient(OSError("second"))))
     slow.asked[0].give(lambda: _raise(transient(OSError("first"))))
@@ -175,14 +185,14 @@ def test_what_fails_is_not_asked_for_again() -> None:
 
 def test_only_a_share_is_asked_for_twice(slow: Slow) -> None:
     store = knowing(slow, share=0.1)
-    allowed = ALWAYS + 11  # a tenth of 100, and of those that follow
     getting = [InThread(store, f"slow{n}") for n in range(30)]
-    wait_until(lambda: len(slow.asked) >= 30 + allowed - 1)
+    # Of 101 gets a tenth and four is more than 14, of all 130 it is 17: in between it depends on who asks first.
+    wait_until(lambda: len({ask.key for ask in [*slow.asked]}) == 30 and len(slow.asked) >= 30 + ALWAYS + 11)
     for ask in list(slow.asked):
         ask.give(lambda: Got(b"", 0))
     for one in getting:
         one.outcome()
-    assert ALWAYS + 9 <= store.hedges <= ALWAYS + 13
+    assert ALWAYS + 11 <= store.hedges <= ALWAYS + 13
 
 
 def test_stragglers_that_never_come_end_the_hedging(slow: Slow) -> None:
