@@ -55,7 +55,7 @@ FETCHED = {"ceph", "ceph_ssl", "lying_ceph", "azurite", "nginx", "nginx_without_
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: the garbage collector, a tenth of all time otherwise, leaves them alone."""
+    """Modules and tests stay until the run ends, so the garbage collector need not look through them."""
     gc.collect()
     gc.freeze()
 

@@ -1,6 +1,7 @@
-"""Imported last by the process that ranks are forked from: what was imported before is never collected.
+"""Importing this takes what was imported before out of the garbage collector's sight.
 
-The garbage collector of each rank looks at a million fewer objects, and writes to none of their pages.
+The processes that ranks and commands are forked from import it last. Their children neither look through those objects
+at every collection, nor write to their pages, which they share.
 """
 
 import gc

@@ -14,12 +14,13 @@ from tests.docs.pages import ROOT, RUN, blocks_of, pages
 from tests.servers import Server
 
 MOST_NOT_RUN = 0.2
+"""Of all blocks, those that may say why they do not run."""
 
 LONG_PAGES = (
     "cli", "migrate", "testing", "trainers", "trainers-huggingface", "trainers-lightning", "view",
 )  # fmt: skip
-"""What these show takes ten seconds or more to run: `make test-all` does."""
-"""Of all blocks, those that may say why they do not run."""
+"""Their programs take seven seconds or more, so `make test-all` runs them. README.md and resume.md take as long, and
+stay: people read them first."""
 
 NEEDS_A_STORE = re.compile(r"\b(s3|gs|az|abfss|r2|weka|https)://")
 

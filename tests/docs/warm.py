@@ -7,7 +7,6 @@ input does. Forks before it has any thread; never runs a page itself.
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import runpy
@@ -47,11 +46,16 @@ def main(path: str) -> int:
 
 def preload() -> None:
     """What takes long to import, or is imported late. Nothing here may start a thread."""
-    for module in (*LATE, "holdfast.cli.app", "holdfast.testing", "tests.docs.made", "tests.docs.run_page"):
+    for module in (
+        *LATE,
+        "holdfast.cli.app",
+        "holdfast.testing",
+        "tests.docs.made",
+        "tests.docs.run_page",
+        "tests.frozen",
+    ):
         import_module(module)
     import_module("torch").set_num_threads(1)
-    gc.collect()
-    gc.freeze()
 
 
 def answer(asked: socket.socket) -> int:

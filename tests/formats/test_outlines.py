@@ -91,7 +91,7 @@ def test_every_byte_that_describes_counts(tmp_path: Path) -> None:
     """Whatever byte of an archive is another one: what is found, or refused, is what is found without an outline."""
     archive = saved(torch.arange(4.0))
     (known,) = _located(tmp_path, [archive], (4,))
-    for at in range(0, len(archive), 100 // examples(100)):
+    for at in range(0, len(archive), max(100 // examples(100), 1)):  # with the quick profile every sixth byte
         altered = archive[:at] + bytes([archive[at] ^ 0x40]) + archive[at + 1 :]
         with_outline = _outcome(tmp_path, altered)
         kept = dict(outlines._outlines)
