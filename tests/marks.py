@@ -6,9 +6,13 @@ It never takes anything away from `make test-all`.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
+
+T = TypeVar("T")
 
 
 def mark_slow_cases(items: list[pytest.Item]) -> None:
@@ -37,3 +41,8 @@ def _id_of(item: pytest.Item) -> str:
 def examples(most: int) -> int:
     """How many examples a property test tries: ``most``, or a part of them with ``--hypothesis-profile=quick``."""
     return max(min(most, 5), most * settings.default.max_examples // 100)
+
+
+def every(step: int, cases: Sequence[T]) -> Sequence[T]:
+    """All of ``cases``, or one of each ``step`` of them with ``--hypothesis-profile=quick``."""
+    return cases[::step] if settings.default.max_examples < 100 else cases

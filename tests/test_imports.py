@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SLOW = (
     "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "sympy",
     "rich", "typer", "yaml", "obstore", "cryptography", "safetensors", "transformers", "numpy.testing", "opentelemetry",
@@ -36,6 +38,7 @@ def test_importing_holdfast_loads_nothing_slow(tmp_path: Path) -> None:
     assert not _slow(loaded)
 
 
+@pytest.mark.slow
 def test_saving_and_loading_in_one_process_loads_nothing_slow(tmp_path: Path) -> None:
     """No step is taken: torch's optimizers load most of it themselves then."""
     script = """

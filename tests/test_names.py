@@ -44,6 +44,7 @@ def test_the_import_imports_nothing_else_and_starts_nothing() -> None:
     assert answer["threads"] == 1 and answer["listeners"] == 0 and answer["signals"] == []
 
 
+@pytest.mark.slow
 def test_saving_imports_no_reader_of_another_format_and_no_numpy_of_its_own() -> None:
     code = (
         "import sys, torch, holdfast\nhad = set(sys.modules)\nholdfast.save, holdfast.CheckpointManager\n"
@@ -56,6 +57,7 @@ def test_saving_imports_no_reader_of_another_format_and_no_numpy_of_its_own() ->
     assert not [name for name in imported if name.split(".")[0] in ("numpy", "obstore", "rich", "yaml")]
 
 
+@pytest.mark.slow
 def test_the_functions_hide_the_modules_of_their_names() -> None:
     code = (
         "import holdfast.load, holdfast.save, holdfast.copy, holdfast.convert, holdfast.repair.verify\n"
@@ -79,6 +81,7 @@ def test_a_name_that_is_not_there() -> None:
         holdfast.lod  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.slow
 def test_the_first_event_installs_bars_and_the_timeline_of_the_environment(tmp_path: Path) -> None:
     code = (
         "import torch, holdfast\nfrom holdfast import events\n"

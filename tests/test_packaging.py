@@ -64,6 +64,7 @@ def _run(command: list[str], cwd: Path | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = ZipFile(wheel).namelist()
     package = {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "holdfast").rglob("*.py")}

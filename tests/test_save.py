@@ -363,6 +363,7 @@ def test_events_tell_progress(tmp_path: Path) -> None:
     assert last.done == last.total == 4096 * 64 * 4 + 12
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """A state of 600 MB through a ring of windows: resident memory rises by far less than the state."""
     state = {"w": torch.ones(150_000_000)}

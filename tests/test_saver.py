@@ -206,13 +206,13 @@ def many_saves(root: str, worker: str, count: int, fail_every: int) -> tuple[dic
         return early, _resources(), sum(ref() is not None for ref in living)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "count", "fail_every"),
     [(1, 300, 0), (1, 90, 3), (2, 100, 0), (2, 60, 3)],
     ids=["300 saves", "every third fails", "100 saves of 2 ranks", "of 2 ranks, every third fails"],
 )
 @pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.fast_cases("thread-300 saves", "process-of 2 ranks, every third fails")
 def test_nothing_grows(world: int, count: int, fail_every: int, worker: str) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as root:
         for early, late, living in pool.run(world, many_saves, root, worker, count, fail_every):
@@ -685,8 +685,8 @@ def prepared_for_many(root: str, worker: str, sections: int) -> tuple[int, int, 
     return prepared, saved, resident() - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.fast_cases("thread")
 def test_many_small_sections_take_little_memory(worker: str, tmp_path: Path) -> None:
     for figures in pool.run(1, prepared_for_many, str(tmp_path), worker, 300):
         assert max(figures) < 24 << 20, "what is saved, and what Python needs for 300 files"

@@ -127,6 +127,7 @@ SHARDINGS = [
 
 @pytest.mark.parametrize(("model", "sharding"), SHARDINGS, ids=[s.name for _, s in SHARDINGS])
 @pytest.mark.parametrize("rank", [1, 6])
+@pytest.mark.slow_cases("1-EP")
 def test_a_simulated_rank_is_what_torch_makes(model: Model, sharding: Sharding, rank: int) -> None:
     world = World(model, sharding)
     expected, found = _torchs(world, rank), world.collected(rank)

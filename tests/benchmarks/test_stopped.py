@@ -30,11 +30,11 @@ def processes(mark: str) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize(
     "command", [["tests.benchmarks.stopped"], pytest.param(STALL, marks=pytest.mark.slow)], ids=["small", "stall"]
 )
-@pytest.mark.slow_cases("small-SIGINT")
 def test_a_stopped_benchmark_leaves_nothing(tmp_path: Path, command: list[str], number: signal.Signals) -> None:
     mark, work = uuid.uuid4().hex, tmp_path / "work"
     running = subprocess.Popen(

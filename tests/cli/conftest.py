@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,11 +38,18 @@ def state_of(step: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture
-def steps(tmp_path: Path) -> Path:
-    """The steps 100 to 500 of a run, which share the frozen tensor; step 300 has the lowest metric."""
-    root = tmp_path / "run"
+@pytest.fixture(scope="session")
+def saved_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``steps`` copies for each test."""
+    root = tmp_path_factory.mktemp("steps") / "run"
     with holdfast.CheckpointManager(root, every=100, keep=holdfast.Keep(last=9), incremental=True) as manager:
         for step in range(100, 600, 100):
             manager.step(step, state_of(step), metric=abs(step - 300.0))
     return root
+
+
+@pytest.fixture
+def steps(saved_steps: Path, tmp_path: Path) -> Path:
+    """The steps 100 to 500 of a run, which share the frozen tensor; step 300 has the lowest metric."""
+    subprocess.run(["cp", "-a", saved_steps, tmp_path / "run"], check=True)  # it keeps the links between steps
+    return tmp_path / "run"

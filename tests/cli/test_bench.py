@@ -20,6 +20,7 @@ from tests.servers import Server
 from tests.stores import bucket_of
 
 
+@pytest.mark.slow
 def test_a_folder(tmp_path: Path, run: Run) -> None:
     code, out, _ = run(
         "doctor", tmp_path / "a" / "b", "--bench", "--size", "20MB", "--state-size", "2GB", "--mtbf", "8h", "--json"

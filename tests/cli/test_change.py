@@ -44,6 +44,7 @@ def test_the_suffix_of_the_target_is_the_format(steps: Path, run: Run) -> None:
     assert torch.load(target / "x.pt", weights_only=True)["step"] == 200
 
 
+@pytest.mark.slow
 def test_the_model_alone(steps: Path, run: Run) -> None:
     source, target = steps / "step-000000200", steps.parent
     code, out, _ = run("convert", source, target / "model.pt", "--model-only")
@@ -69,6 +70,7 @@ def test_the_suffix_of_a_url(steps: Path, run: Run) -> None:
     assert (steps.parent / "model.pt?a=b").is_file(), "a file for torch, as its name says, whatever the options are"
 
 
+@pytest.mark.slow
 def test_no_path_is_no_working_directory(steps: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(steps)
     for command in (["prune"], ["prune", "--orphans"], ["ls"], ["verify"], ["copy", "out"], ["convert", "out"]):
@@ -85,6 +87,7 @@ def test_the_model_of_other_formats_alone(tmp_path: Path, run: Run) -> None:
         assert {f"model/{key}" for key, value in found.items() if isinstance(value, torch.Tensor)} == names
 
 
+@pytest.mark.slow
 def test_merge(steps: Path, run: Run) -> None:
     sources, target = [steps / f"step-000000{number}00" for number in (1, 2, 3)], steps.parent / "soup.pt"
     of = [state_of(number * 100)["model"]["w"] for number in (1, 2, 3)]  # type: ignore[index]

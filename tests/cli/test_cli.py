@@ -160,6 +160,7 @@ def test_every_command_has_help() -> None:
     assert holdfast.__version__ in runner.invoke(application.app, ["--version"]).output
 
 
+@pytest.mark.slow
 def test_as_a_module_and_without_typer_in_the_library(saved: Path) -> None:
     code = """if True:
         import runpy, sys, holdfast

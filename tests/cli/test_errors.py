@@ -350,6 +350,7 @@ def test_without_rights(foreign_user: Path, steps: Path, run: Run) -> None:
         os.seteuid(0)
 
 
+@pytest.mark.slow
 def test_no_space(small_disk: Path, steps: Path, run: Run) -> None:
     for number in range(60):
         code, _, err = run("copy", _newest(steps), small_disk / str(number), "--json")

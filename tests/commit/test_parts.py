@@ -122,6 +122,7 @@ def test_what_was_staged_when_the_trainer_died_is_committed_late(moment: str, tm
     assert commit_late(tmp_path / "c") is None, "it is one already"
 
 
+@pytest.mark.slow
 def test_what_was_not_staged_is_not_committed(tmp_path: Path) -> None:
     pid = killed(tmp_path / "c", "staging")
     wait_until(lambda: _gone(pid))
@@ -132,6 +133,7 @@ def test_what_was_not_staged_is_not_committed(tmp_path: Path) -> None:
     _is(tmp_path / "c", 4)
 
 
+@pytest.mark.slow
 def test_nothing_is_committed_while_a_writer_is_at_it(tmp_path: Path) -> None:
     pid = killed(tmp_path / "c", "written")
     wait_until(lambda: _gone(pid))

@@ -12,7 +12,7 @@ FEWEST = {"drop": 20, "late commit": 12}
 
 
 @pytest.mark.parametrize("name", [*OPERATIONS, "killed and again"])
-@pytest.mark.fast_cases("save", "late commit", "drop", "convert to torch")
+@pytest.mark.fast_cases("save", "late commit", "drop")
 def test_states_in_short(name: str) -> None:
     for report in check(name, quick=True, seed=1):
         assert not report.violations, "\n".join(report.violations)

@@ -193,7 +193,9 @@ def _blank(node: Any) -> Any:
 
 @pytest.mark.parametrize("saves", ["holdfast.save", "dcp.save", "Writer"])
 @pytest.mark.parametrize("loads", ["holdfast.load", "dcp.load", "Reader"])
-@pytest.mark.slow_cases("Reader-holdfast.save", "Reader-dcp.save")
+@pytest.mark.slow_cases(
+    "Reader-holdfast.save", "Reader-dcp.save", "holdfast.load-Writer", "dcp.load-Writer", "Reader-Writer"
+)
 def test_long_values_come_back_by_whichever_call(saves: str, loads: str, tmp_path: Path) -> None:
     state = _long_values()
     if saves == "holdfast.save":

@@ -323,7 +323,7 @@ def run_all(number: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.slow_cases("asynchronous")
+@pytest.mark.slow_cases("asynchronous", "app_state", "patched")
 def test_the_same_program(program: Callable[..., Any], tmp_path: Path) -> None:
     assert pool.run(2, run_all, PROGRAMS.index(program), str(tmp_path)) == [{}, {}]
 

@@ -17,10 +17,11 @@ MOST_NOT_RUN = 0.2
 """Of all blocks, those that may say why they do not run."""
 
 LONG_PAGES = (
-    "cli", "migrate", "testing", "trainers", "trainers-huggingface", "trainers-lightning", "view",
+    "background", "cli", "incremental", "migrate", "resume", "stores", "testing", "tiers", "trainers",
+    "trainers-huggingface", "trainers-lightning", "values", "view",
 )  # fmt: skip
-"""Their programs take seven seconds or more, so `make test-all` runs them. README.md and resume.md take as long, and
-stay: people read them first."""
+"""Their programs take seconds, so `make test-all` runs them. Those of README.md and start.md take as long, and stay:
+people read them first."""
 
 NEEDS_A_STORE = re.compile(r"\b(s3|gs|az|abfss|r2|weka|https)://")
 

@@ -61,6 +61,7 @@ def search(site: Path) -> Iterator[Search]:
         assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
 
 
+@pytest.mark.slow
 def test_what_people_type_finds_its_page_first(search: Search) -> None:
     found = {words: search(words)[0] for words in FIRST}
     assert found == FIRST

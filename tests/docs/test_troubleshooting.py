@@ -72,6 +72,7 @@ def test_the_table_of_classes_is_the_one_in_the_code() -> None:
     assert {row.error for row in errors.MEANINGS} == kinds - {HoldfastError}
 
 
+@pytest.mark.slow
 def test_every_word_of_every_message_is_on_the_page_of_the_site() -> None:
     on_the_page = SCRIPT["words"](html.unescape(SCRIPT["with_messages"](PAGE.read_text())))
     messages = SCRIPT["messages"]()

@@ -59,6 +59,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_shards_along_any_axis_and_many_small_tensors(world: int, tmp_path: Path) -> None:
     pool.run(world, live_jobs.on_one_machine, str(tmp_path / "live"), {"max_shard_bytes": 8 << 20})
@@ -92,7 +93,7 @@ def test_under_a_map_too_the_same_bytes_as_by_way_of_a_checkpoint(called: str, w
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("how", ["together", "refused", "left"])
-@pytest.mark.fast_cases("together-2", "left-3")
+@pytest.mark.fast_cases("together-2")
 def test_ranks_of_a_machine_fill_windows_together_and_can_do_without(how: str, world: int, tmp_path: Path) -> None:
     pool.run(world, live_jobs.on_one_machine, str(tmp_path / "plain"), {})
     filled = pool.run(world, live_jobs.together, str(tmp_path / how), how)
@@ -183,6 +184,7 @@ def test_a_failure_of_one_rank_is_raised_by_all(job: str, kind: str, text: str, 
     pool.run(2, live_jobs.on_one_machine, str(tmp_path / "t"), {})
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_no_target_and_the_next_call_begins_from_the_start(tmp_path: Path) -> None:
     survivor, died = pool.attempt(2, live_jobs.and_be_killed, str(tmp_path / "t"))
     pool.close(2)

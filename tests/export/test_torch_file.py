@@ -43,6 +43,7 @@ def test_into_a_module(tmp_path: Path) -> None:
     states.same(dict(other.state_dict()), dict(module.state_dict()))
 
 
+@pytest.mark.slow
 def test_many_small_tensors(tmp_path: Path) -> None:
     state = {"w": {f"t{i}": torch.full((i % 7, 3), float(i)) for i in range(2000)}}
     holdfast.save(state, tmp_path / "c")

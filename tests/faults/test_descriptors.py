@@ -39,8 +39,8 @@ def test_more_files_than_descriptors(limit: int, sections: int, tmp_path: Path) 
     assert found["before"] == found["after"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["blocking", "thread", "process"])
-@pytest.mark.fast_cases("thread")
 def test_descriptors_that_run_out_fail_the_save_and_no_other(kind: str, tmp_path: Path) -> None:
     assert trial("none", tmp_path, 96, kind) == []
 
@@ -50,7 +50,7 @@ VERBS = ["create", "open", "write", "sync", "cut", "reserve", "link", "delete", 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EMFILE])
 @pytest.mark.parametrize("worker", [None, "thread", "process"])
-@pytest.mark.fast_cases("None-13", "thread-24")
+@pytest.mark.fast_cases("None-13")
 def test_a_call_that_fails_leaves_no_descriptor(worker: Any, number: int, tmp_path: Path) -> None:
     """From the n-th call of a kind on all of them fail, those that clean up too."""
     many = state(KEPT + 3)

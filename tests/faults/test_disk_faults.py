@@ -337,7 +337,7 @@ def sweep(trial: Trial, cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("name", STORIES)
-@pytest.mark.fast_cases("save", "background threads", "load", "verify", "restore")
+@pytest.mark.fast_cases("load", "verify", "restore")
 def test_some_calls_fail(name: str, tmp_path: Path, logged: list[str]) -> None:
     trial = Trial(name, tmp_path, logged)
     sweep(trial, trial.some())

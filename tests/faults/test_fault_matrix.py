@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.events import LOADING, SAVING
 from tests.faults.fault_trials import FIRST_ALONE, REFUSED, SIGNALS, WORLD
+from tests.marks import every
 from tests.programs import run_module
 
 ERRORS = tuple(REFUSED)
@@ -48,14 +49,15 @@ def test_a_diagonal_of_it(tmp_path: Path) -> None:
         for n, phase in enumerate(phases_of(act)):
             rank = 0 if phase in FIRST_ALONE else n % WORLD
             trials.append({"act": act, "fault": ERRORS[n % len(ERRORS)], "rank": rank, "phase": phase})
-    trials += [
+    trials = [
+        *every(2, trials),
         {"act": "overwrite", "fault": "EIO", "rank": 0, "phase": "commit"},
         {"act": "background", "fault": "ENOSPC", "rank": 2, "phase": "stage"},
         {"act": "background", "fault": "EIO", "rank": 1, "phase": "write"},
         {"act": "save", "fault": "SIGKILL", "rank": 2, "phase": "durable"},
     ]
     counts = run(tmp_path, trials)
-    assert counts["refused"] >= 8 and counts["lost"] == 1
+    assert counts["refused"] >= len(trials) // 2 and counts["lost"] == 1
 
 
 @pytest.mark.slow
@@ -69,12 +71,14 @@ def test_ranks_that_die_or_freeze(tmp_path: Path) -> None:
     assert run(tmp_path, trials)["lost"] == 2
 
 
+@pytest.mark.slow
 def test_disks_that_refuse_by_themselves(tmp_path: Path) -> None:
     """A limit on the size of files, on one rank after the other."""
     trials = [{"act": act, "fault": "EFBIG", "rank": n, "real": True} for n, act in enumerate(["save", "overwrite"])]
     run(tmp_path, trials + [{"act": "background", "fault": "EFBIG", "rank": 3, "real": True}])
 
 
+@pytest.mark.slow
 def test_real_full_and_read_only_disks(small_disk: Path) -> None:  # that fixture skips where nothing can be mounted
     trials = [{"act": "save", "fault": "ENOSPC", "rank": rank, "real": True} for rank in range(WORLD)]
     trials += [{"act": act, "fault": "EROFS", "rank": 0, "real": True} for act in ("save", "overwrite", "load")]

@@ -37,6 +37,7 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_named_and_learns_the_same(tmp_path: Path) -> None:
     """In a save, in a load that is shared, with a writer process that hangs."""
     run(tmp_path, SOME)

@@ -309,6 +309,7 @@ def test_trainer_and_writer_are_killed(bucket: Bucket, trainer_and_writer: tuple
     is_whole(bucket.direct("c"), state_of(7))
 
 
+@pytest.mark.slow
 def test_the_writer_process_is_killed(bucket: Bucket) -> None:
     """The save fails and says so; the next one has a new writer."""
     state = state_of(1, rows=40_000)
@@ -360,6 +361,7 @@ print("done", flush=True)
 )
 
 
+@pytest.mark.slow
 def test_after_a_fork_every_story_says_so_instead_of_hanging(bucket: Bucket) -> None:
     ended = start(FORKED, url=bucket.url("run"), options=bucket.options())
     said, logged = ended.communicate(timeout=240)

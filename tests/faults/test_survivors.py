@@ -24,6 +24,7 @@ def run(folder: Path, trials: list[dict[str, Any]]) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_trainers_die_and_their_writers_finish(world: int, tmp_path: Path) -> None:
     """From the moment on when all ranks have handed everything over, the new step is saved whatever happens to them."""

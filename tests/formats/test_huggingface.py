@@ -512,6 +512,7 @@ def test_a_file_cut_at_any_byte(tmp_path: Path) -> None:
             holdfast.open(path)
 
 
+@pytest.mark.slow
 def test_a_bit_flipped_anywhere_in_a_header_raises_what_is_ours(tmp_path: Path) -> None:
     whole = (sharded(tmp_path) / "model-00001-of-00003.safetensors").read_bytes()
     path = tmp_path / "flipped.safetensors"

@@ -334,7 +334,7 @@ def test_what_is_kept_elsewhere_is_refused() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", hostile.bombs())
-@pytest.mark.slow_cases("integers that do not count up", "odd keys")
+@pytest.mark.slow_cases("integers that do not count up", "odd keys", "a set of a list", "dicts of a dict")
 def test_bombs(name: str) -> None:
     data, reason = hostile.bombs()[name]
     tracemalloc.start()

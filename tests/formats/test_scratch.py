@@ -231,8 +231,8 @@ def test_a_process_killed_while_unpacking(tmp_path: Path, home: Path) -> None:
     assert left(home) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(COMPRESS))
-@pytest.mark.fast_cases("gz")
 def test_bombs(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     bombs = {
         "claims it": packed([("composer_states.pt", bytes(8 << 20))]),

@@ -106,6 +106,7 @@ def test_unpacked_once_for_many_reads() -> None:
     assert unpack.times == 1
 
 
+@pytest.mark.slow
 def test_thousands_of_unpacked_keep_few_descriptors() -> None:
     before = descriptors()
     made = [Unpacked(WHERE, 8, Counted(n.to_bytes(8, "little"))) for n in range(1000)]

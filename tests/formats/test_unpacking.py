@@ -42,6 +42,7 @@ def left() -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
+@pytest.mark.slow_cases("w:bz2", "w:xz")
 def test_a_bomb_is_refused_and_leaves_nothing(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = composers(tmp_path / "ep0-ba1-rank0.tar.gz", mode, 50_000_000)

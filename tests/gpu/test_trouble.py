@@ -47,8 +47,8 @@ def test_a_full_device_is_no_trouble_for_plain_tensors(how: str, lab: Lab, tmp_p
     assert differences(other.copy(), there) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", ["thread", "process"])
-@pytest.mark.fast_cases("thread")
 def test_running_out_of_memory_in_the_middle_costs_one_save(worker: str, lab: Lab, tmp_path: Path) -> None:
     """Tensors that lie scattered are made contiguous on the device, which needs memory: the save fails, no more."""
     plain = {f"p{number}": states.noise((1 << 20,), torch.float32, lab.kind, number) for number in range(20)}

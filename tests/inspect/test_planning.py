@@ -57,6 +57,7 @@ def small() -> Iterator[None]:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("how", ["off", "auto"])
 @pytest.mark.parametrize("layout", TARGETS)
+@pytest.mark.slow_cases("DDP 2-off", "FSDP2 4-off", "HSDP 2x2-off")
 def test_what_real_ranks_counted(saved: str, layout: str, how: str) -> None:
     text, rules = TARGETS[layout]
     found = plan(

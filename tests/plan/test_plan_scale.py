@@ -137,6 +137,7 @@ def test_a_rank_plans_in_little_memory(told: tuple[str, list[Layout], list[int]]
     assert len(kinds) <= 2 * len(SHAPES) * max(1, len(told[1]) // 4 * 4) + 1, "one for all that lie alike"
 
 
+@pytest.mark.slow_cases("3-D")
 def test_every_rank_writes_its_part_and_replicas_share_evenly(
     told: tuple[str, list[Layout], list[int]], plan: Plan
 ) -> None:
@@ -184,6 +185,7 @@ def by_owner(found: list[tuple[Box, int]]) -> dict[int, list[int]]:
     return sizes
 
 
+@pytest.mark.slow_cases("3-D")
 def test_the_manifest_is_short_and_says_what_was_planned(plan: Plan, committed: Manifest) -> None:
     data = manifest.encode(committed)
     rows = sum(len(record.files) + len(str(record.cells)) for record in committed.tensors.values())

@@ -165,8 +165,8 @@ def test_labels_are_told_in_full_only_when_they_differ() -> None:
     assert fleet.store.num_keys() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["TCPStore", "FileStore"])
-@pytest.mark.fast_cases("FileStore")
 def test_other_stores(kind: str, tmp_path: Path) -> None:
     """Each rank has a client of its own; a leader dies, a rank is missing and comes late."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if kind == "TCPStore" else None
@@ -247,6 +247,7 @@ def test_a_leader_that_dies_after_its_word_only_delays_the_others(size: int, fan
     assert set(found.values()) == {size * (size - 1) // 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "fan_in"), [DEEP, SIZES[-1]])
 def test_a_first_rank_that_dies_before_its_claim_is_named(size: int, fan_in: int) -> None:
     fleet = Fleet(size, fan_in)
@@ -259,10 +260,10 @@ def test_a_first_rank_that_dies_before_its_claim_is_named(size: int, fan_in: int
     assert kind is RankLost and "rank 0 (" in text and "came to, but never decided," in text and "rank 1 " not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "fan_in", "when"), cases(deep=["before it tells", "told"], wide=["told"], large="told")
 )
-@pytest.mark.fast_cases("before it tells-64-in-3-levels")
 def test_a_first_rank_that_dies_after_its_claim_is_named(size: int, fan_in: int, when: str) -> None:
     """Before it has told its own block that it decides, or after."""
     fleet = Fleet(size, fan_in)

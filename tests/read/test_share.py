@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", [*SHARING, pytest.param("HSDP x TP 2x2x2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.slow_cases("1-HSDP 2x2", "1-compiled DDP 3")
+@pytest.mark.slow_cases("1-HSDP 2x2", "1-compiled DDP 3", "1-FSDP2 x TP 2x2", "1-FSDP1 hybrid 2x2", "1-TP 2")
 def test_every_mesh_that_shares(layout: str, hosts: int, checkpoints: list[tuple[str, str]]) -> None:
     world = meshes.LAYOUTS[layout][0]
     for rank, (problems, received) in enumerate(pool.run(world, share_trials.load_meshes, layout, checkpoints, hosts)):
@@ -45,7 +45,7 @@ def test_every_mesh_that_shares(layout: str, hosts: int, checkpoints: list[tuple
 
 
 @pytest.mark.parametrize(("world", "hosts"), [(4, 1), (4, 2), (3, 2), (4, 4), (2, 1)])
-@pytest.mark.fast_cases("4-2", "2-1")
+@pytest.mark.fast_cases("2-1")
 def test_a_ddp_state_is_read_once(world: int, hosts: int, saved: Path) -> None:
     sizes = pool.run(world, share_trials.load_big, str(saved), {}, hosts)
     needed = sizes[0]["needed"]
@@ -62,8 +62,8 @@ def test_a_default_device_of_the_user_is_not_where_windows_lie(hosts: int, saved
     assert all(s["received"] for s in pool.run(4, share_trials.load_big, str(saved), {}, hosts, 1 << 16, "meta"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2, 4])
-@pytest.mark.fast_cases("2")
 def test_in_many_windows(hosts: int, saved: Path) -> None:
     sizes = pool.run(4, share_trials.load_big, str(saved), {}, hosts, 1 << 16)
     assert sum(s["read"] for s in sizes) <= 1.05 * sizes[0]["needed"]
@@ -86,6 +86,7 @@ def test_pages_that_every_machine_has_are_not_passed_on(saved: Path) -> None:
     assert all(size["received"] for size in pool.run(2, share_trials.load_big, str(saved), {}, 2, None, "cpu", (0,)))
 
 
+@pytest.mark.slow
 def test_numbers_that_a_map_adds_lie_in_no_cache_and_in_no_file(saved: Path) -> None:
     for warm in (), (0, 1):
         sizes = pool.run(2, share_trials.load_with_numbers, str(saved), warm)
@@ -106,6 +107,7 @@ def test_all_kinds_of_leaves(options: dict[str, Any], hosts: int, tmp_path: Path
         assert size["received"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_library() -> None:
     for name in ("dcp_ddp_2r", "dcp_fsdp2_4r"):
         sizes = pool.run(3, share_trials.load_foreign, str(make.HERE / name / "ckpt"))
@@ -169,8 +171,8 @@ def test_ranks_that_cannot_connect_read_by_themselves(what: str, saved: Path) ->
         assert size["received"] == 0 and size["read"] >= size["needed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "hosts"), [("killed", 1), ("killed while copying", 3)])
-@pytest.mark.fast_cases("killed-1")
 def test_a_rank_that_is_killed_is_named(how: str, hosts: int, saved: Path) -> None:
     pool.run(3, share_trials.load_big, str(saved), {})  # all is imported: the deadline is for the kill alone
     found = pool.attempt(3, share_trials.load_failing, str(saved), how, 1, hosts, 5.0)

@@ -75,6 +75,7 @@ def test_sizes_that_are_none(size: str | int) -> None:
     ],
     ids=["flat", "nested", "deep", "unstack", "like", "long", "axis", "axes", "negative", "constant"],
 )  # fmt: skip
+@pytest.mark.slow_cases("flat")
 def test_rules_that_would_take_all_memory(rules: list[holdfast.remap.Rule]) -> None:
     with pytest.raises(Mismatch):
         Remap(rules).resolve({"a": of(4, 4)})

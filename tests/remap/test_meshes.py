@@ -40,8 +40,8 @@ def test_a_hub_folder_on_every_mesh(layout: str, tmp_path: Path) -> None:
         assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["FSDP2 2", "FSDP2 x TP 2x2", "FSDP2 x TP x EP 2x2"])
-@pytest.mark.fast_cases("FSDP2 x TP x EP 2x2")
 def test_each_rank_reads_what_it_needs(layout: str, wide: tuple[str, str]) -> None:
     options = {"share": "off"}
     for wrong, sizes in pool.run(LAYOUTS[layout][0], mesh_trials.load, "Native", layout, *wide, WIDE, options):
@@ -58,7 +58,7 @@ def test_each_rank_reads_what_it_needs(layout: str, wide: tuple[str, str]) -> No
         ("Hub", "FSDP1 flat 2", "FSDP2 2"),
     ],
 )  # fmt: skip
-@pytest.mark.fast_cases("Hub-FSDP2 x TP x EP 2x2-FSDP2 3", "Native-FSDP2 3-FSDP2 x TP x EP 2x2")
+@pytest.mark.fast_cases("Hub-FSDP2 x TP x EP 2x2-FSDP2 3")
 def test_a_checkpoint_of_many_cells_with_its_optimizer(kind: str, saved: str, target: str, tmp_path: Path) -> None:
     pair = (str(tmp_path / "c"), str(tmp_path / "truth.pt"))
     other = "Native" if kind == "Hub" else "Hub"

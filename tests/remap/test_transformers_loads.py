@@ -102,6 +102,7 @@ def trained(model: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "GPT2LMHeadModel", "Qwen2VLForConditionalGeneration"])
+@pytest.mark.slow_cases("Qwen2VLForConditionalGeneration")
 def test_the_optimizer_goes_along(name: str, tmp_path: Path) -> None:
     """A checkpoint in the hub's layout, with moments: training goes on from it."""
     model = model_of(name)

@@ -284,6 +284,7 @@ def test_no_random_number_is_drawn_and_no_default_changes(tmp_path: Any) -> None
     assert model.config.to_dict() == config and model.tie_weights.__name__ == "tie_weights"
 
 
+@pytest.mark.slow
 def test_transformers_is_imported_when_it_is_needed() -> None:
     code = "import sys, holdfast.remap; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -100,6 +100,7 @@ def test_a_bar_at_a_real_terminal_is_gone_afterwards(tmp_path: Path) -> None:
     assert not seen(written)
 
 
+@pytest.mark.slow
 def test_nothing_in_a_real_pipe(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SAVE % str(tmp_path / "a")], capture_output=True, check=True)
     assert (done.stdout, done.stderr) == (b"", b"")

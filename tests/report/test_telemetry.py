@@ -135,6 +135,7 @@ def test_it_can_be_taken_back(told: Told, tmp_path: Path) -> None:
     assert told.spans and not other.spans
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_imported_before() -> None:
     # Torch itself may bring it; what counts is that we add nothing, not even when the first event comes.
     code = (

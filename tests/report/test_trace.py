@@ -118,6 +118,7 @@ def _process(code: str, **environment: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment}, stderr=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_what_it_did(tmp_path: Path) -> None:
     code = f"""
 import holdfast, os, signal, torch, time
@@ -143,6 +144,7 @@ with at_phase("durable", die):
                                        if e["name"] == "process_name"} == {"rank 3"}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_environment_records_all_of_a_process(tmp_path: Path) -> None:
     # The save is still under way when the script ends, and is waited for then.
     code = f"import holdfast, torch; holdfast.Saver().save({{'w': torch.zeros(10)}}, {str(tmp_path / 'a')!r})"

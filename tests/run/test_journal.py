@@ -323,6 +323,7 @@ def test_an_interpreter_that_ends_waits_for_the_last_entry(
     assert [e.step for e in read(tmp_path)] == [1]
 
 
+@pytest.mark.slow
 def test_in_a_bucket(moto: Server, caplog: pytest.LogCaptureFixture) -> None:
     with bucket_of(moto) as bucket:
         with CheckpointManager(bucket.at("run"), every=1, worker="thread") as manager:

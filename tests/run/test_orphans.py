@@ -65,6 +65,7 @@ def test_strays_beside_a_checkpoint(root: Path) -> None:
     assert contents_of(root) == before
 
 
+@pytest.mark.slow
 def test_a_finished_save_is_not_an_orphan(root: Path) -> None:
     script = (
         "import os, sys, torch, holdfast\n"

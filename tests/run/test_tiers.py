@@ -748,6 +748,7 @@ def test_a_node_that_was_not_told_of_the_commit(tmp_path: Path) -> None:
     assert all((one["restored"], one["from"]) == (2, "fast") for one in seen)
 
 
+@pytest.mark.slow
 def test_saves_that_overlap_on_several_nodes(tmp_path: Path) -> None:
     pool.run(4, run_on_nodes, str(tmp_path), TWO, list(range(1, 13)), {"slots": 3})
     assert _steps(tmp_path / "a") == _steps(tmp_path / "b") == [11, 12]
@@ -760,6 +761,7 @@ def test_a_node_obeys_the_last_order_before_it_ends(tmp_path: Path) -> None:
     assert _steps(tmp_path / "b") == [3, 4], "it keeps nothing that it was told to delete"
 
 
+@pytest.mark.slow
 def test_nodes_end_together_when_one_cannot_upload(tmp_path: Path) -> None:
     options = {"failing": 2, "failures": 10**6, "await": False, "give up": True}
     pool.run(4, run_on_nodes, str(tmp_path), TWO, [1, 2], options)
@@ -799,6 +801,7 @@ def _files_of(store: Memory, root: str) -> set[str]:
     return {key.removeprefix(f"{root}/") for key in _keys(store)}
 
 
+@pytest.mark.slow
 def test_a_step_brings_to_the_store_only_what_it_lacks(tmp_path: Path) -> None:
     store = Moody()
     root = StorePlace(store, "run")

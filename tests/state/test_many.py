@@ -38,6 +38,7 @@ def bytes_of(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], list[i
     return tensor.dtype, tuple(tensor.shape), plain.view(-1).view(torch.uint8).tolist() if plain.numel() else []
 
 
+@pytest.mark.slow
 def test_many_small_tensors_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "ROOM", 1 << 20)
     flat = {f"e{n % 17}.{n}.scale": one(n) for n in range(COUNT // 2)}

@@ -43,6 +43,7 @@ def nobody_steps_yet() -> Iterator[None]:
     savers.close_all()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(15))
 @given(
     st.sampled_from(KINDS), st.sampled_from(["thread", "thread", "process"]), st.integers(1, 2), limits,

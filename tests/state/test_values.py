@@ -427,6 +427,7 @@ def test_state_of_an_optimizer_under_numbers_goes_to_a_live_one(tmp_path: Path) 
     assert live.param_groups[0]["lr"] == 0.25 and len(live.state) == LONG + 5
 
 
+@pytest.mark.slow
 def test_deep_nests_come_back(tmp_path: Path) -> None:
     deep: Any = 0
     for n in range(values.MAX_DEPTH - 5):

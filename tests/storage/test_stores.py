@@ -126,6 +126,7 @@ def test_a_save_larger_than_its_ring(bucket: Bucket) -> None:
     is_whole(bucket.direct("c"), state)
 
 
+@pytest.mark.slow
 def test_sections_with_odd_names(bucket: Bucket) -> None:
     odd = ["a b", "ü+ö", "per%cent", "what?", "hash#", "[0:2]", "x=y&z", "q'\"", "~", "..", "con"]
     state = {name: {"w": torch.full((3,), float(i))} for i, name in enumerate(odd)}
@@ -215,6 +216,7 @@ def _load_alone(url: str, options: Mapping[str, Any]) -> tuple[int, int, bool]:
     )
 
 
+@pytest.mark.slow
 def test_requests_of_a_large_file(bucket: Bucket) -> None:
     """8 MiB a request each way, and nothing asked twice."""
     state = {"w": torch.rand(10 * MIB)}  # 40 MiB
@@ -268,6 +270,7 @@ def test_a_manager_of_300_steps_asks_little(bucket: Bucket) -> None:
         assert data <= 4 and sum(restoring.values()) <= 10, restoring
 
 
+@pytest.mark.slow
 def test_a_manager_keeps_what_it_is_told(bucket: Bucket) -> None:
     keep = holdfast.Keep(last=2, every=4, best=1, mode="min")
     with holdfast.CheckpointManager(bucket.at("one"), every=1, keep=keep) as manager:

@@ -313,6 +313,7 @@ BROKEN: list[tuple[type[Memory], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "test"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.slow_cases("ReadsChunksLate-test_memory_of_a_chunk_is_let_go_of_and_not_read_after_that")
 def test_it_finds_stores_that_break_a_promise(kind: type[Memory], test: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind is KeepsChunks:
         monkeypatch.setattr(contract, "LONG", 0.1)
@@ -329,6 +330,7 @@ def test_it_finds_stores_that_break_a_promise(kind: type[Memory], test: str, mon
         method(**{name: given[name] for name in wanted})
 
 
+@pytest.mark.slow
 def test_the_library_itself_needs_no_pytest() -> None:
     package = Path(holdfast.__file__).parent
     for path in package.rglob("*.py"):

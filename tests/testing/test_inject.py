@@ -36,6 +36,7 @@ def run(faults: str, *command: str, **environment: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_script_dies_where_it_was_told_to(script: Path, tmp_path: Path) -> None:
     ended = run('kill_at("commit", nth=2)', str(script), str(tmp_path / "run"), "--more")
     assert ended.returncode == -9, ended.stderr

@@ -24,6 +24,7 @@ def same(whole, resumed, step):
 
 # Seven steps an epoch: 7 is its last, 8 the first of the next, 11 in its middle.
 # A gradient scaler doubles its factor at every fifth.
+@pytest.mark.slow
 @pytest.mark.parametrize("broken_at", [*(pytest.param(at, marks=pytest.mark.slow) for at in (7, 8)), 11])
 def test_a_loop_goes_on_bit_for_bit(tmp_path, broken_at):
     same(*hf_runs.loop_and_resumed(tmp_path, broken_at, {}), broken_at)

@@ -21,7 +21,7 @@ def about(weights: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "world"), [("alone", 1), ("compiled", 1), ("ddp", 2), ("fsdp2", 2)])
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.fast_cases("False-alone-1", "True-fsdp2-2")
+@pytest.mark.fast_cases("False-alone-1")
 def test_a_program_goes_on_by_plain_names(tmp_path: Path, kind: str, world: int, background: bool) -> None:
     ended = live(world, f"{RUNS}:save", tmp_path, kind, background)
     step = tmp_path / "step-000000002"

@@ -133,6 +133,7 @@ def test_it_takes_what_a_manager_takes():
     assert arguments.lost(HoldfastCallback, make_manager) == []
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_said_at_once(tmp_path):
     with pytest.raises(Unsupported, match=r"transformers\.Trainer"):
         HoldfastCallback(tmp_path, every=1).attach(object())

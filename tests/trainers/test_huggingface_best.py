@@ -84,6 +84,7 @@ def test_the_best_step_is_loaded_and_stays(tmp_path):
     is_model_of(found, found["best"])
 
 
+@pytest.mark.slow
 def test_the_greatest_may_be_the_best(tmp_path):
     found = train(tmp_path, greater_is_better=True, kept={"keep": Keep(last=1)})
     assert (found["best_step"], found["steps"]) == (3, [3, 18])
@@ -274,6 +275,7 @@ def test_what_is_kept_follows_the_arguments(tmp_path):
     assert rules(**{**BEST, "greater_is_better": True}).keep.mode == "max"
 
 
+@pytest.mark.slow
 def test_a_run_begins_from_a_step_of_another_folder(tmp_path):
     whole_run = hf_runs.train(tmp_path / "first", kept={"keep": Keep(last=9)}, args={"num_train_epochs": 1})
     trainer = hf_runs.trainer_of(tmp_path, num_train_epochs=1)

@@ -86,6 +86,7 @@ def test_a_signal_leaves_a_last_step(tmp_path: Path) -> None:
     assert first + second + third == whole and counted == seen and 15 <= len(first) < 18
 
 
+@pytest.mark.slow
 def test_it_takes_what_a_manager_takes(tmp_path: Path) -> None:
     assert live(1, f"{FITS}:arguments_that_are_missing", tmp_path) == [[]]
 

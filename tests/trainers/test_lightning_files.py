@@ -18,6 +18,7 @@ def on_a_rank(name: str, *args: Any) -> Any:
     return outcome[0]
 
 
+@pytest.mark.slow
 def test_it_is_found_where_lightning_and_its_users_look(tmp_path: Path) -> None:
     found = on_a_rank("found_as_a_file", tmp_path)
     assert found.pop("left") == ["epoch=2-step=6.ckpt"]

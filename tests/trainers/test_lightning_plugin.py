@@ -21,8 +21,8 @@ def on_a_rank(name: str, *args: Any) -> Any:
 FILES_AND_FOLDERS = pytest.mark.parametrize("extension", [".ckpt", ""])
 
 
+@pytest.mark.slow
 @FILES_AND_FOLDERS
-@pytest.mark.fast_cases(".ckpt")
 def test_a_link_that_is_removed_takes_no_checkpoint_along(tmp_path: Path, extension: str) -> None:
     steps = {f"epoch={epoch}{extension}": 2 * epoch + 2 for epoch in range(3)}
     found = on_a_rank("links_with_names_that_change", tmp_path, extension)

@@ -154,6 +154,7 @@ keys = st.text() | st.integers() | st.sampled_from(list(Level)) | st.booleans() 
 nests = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(keys, inner) | st.builds(Net, parts=inner))
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), nests))
 def test_whatever_they_are_a_save_goes_on(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]) -> None:
     logging.disable(logging.WARNING)

@@ -25,6 +25,7 @@ def lives(tmp_path: Path, kind: str, world: int, **options: Any) -> None:
     assert differences(tmp_path / "whole" / "step-000000012", tmp_path / "killed" / "step-000000012") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:-1])])
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     lives(tmp_path, kind, 1 if kind == "alone" else 2, every=6)

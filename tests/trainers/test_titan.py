@@ -20,6 +20,7 @@ from tests.trainers.lives import KILLED, differences, live
 from tests.trainers.scripts import play
 
 
+@pytest.mark.slow
 def test_it_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole = live(2, play, "titan.py", tmp_path / "whole", [], {}, "")
     assert live(2, play, "titan.py", tmp_path / "killed", [], {}, "step 14:") == KILLED

@@ -66,6 +66,7 @@ def text(page: Any, selector: str) -> str:
     return str(page.text_content(selector))
 
 
+@pytest.mark.slow
 def test_what_is_told_of_a_whole_checkpoint(tab: Callable[..., Tab], saved: Path, tmp_path: Path) -> None:
     one = tab()
     page = one.open(written(tmp_path, saved))
@@ -111,6 +112,7 @@ def test_what_has_no_tensor_has_no_empty_frames(tab: Callable[..., Tab], tmp_pat
     assert "no tensor" in text(page, ".note") and not page.locator("#map, #tensors, #panel").count()
 
 
+@pytest.mark.slow
 def test_the_treemap_by_pointer(tab: Callable[..., Tab], large: Path) -> None:
     page = tab().open(large)
     box = page.locator("#map").bounding_box()
@@ -133,6 +135,7 @@ def test_the_treemap_by_pointer(tab: Callable[..., Tab], large: Path) -> None:
     assert page.screenshot(clip=box) != before
 
 
+@pytest.mark.slow
 def test_all_of_it_by_keyboard(tab: Callable[..., Tab], large: Path) -> None:
     page = tab().open(large)
     press = page.keyboard.press
@@ -247,6 +250,7 @@ def test_hostile_names_and_values(tab: Callable[..., Tab], tmp_path: Path) -> No
     assert page.title().endswith("holdfast")
 
 
+@pytest.mark.slow
 def test_contrast_by_day_and_by_night(tab: Callable[..., Tab], saved: Path, tmp_path: Path) -> None:
     path = written(tmp_path, saved, stats="*")
     for scheme in ("light", "dark"):

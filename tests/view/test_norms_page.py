@@ -98,6 +98,7 @@ def test_the_norm_is_that_of_the_whole_tensor(tab: Callable[..., Tab], whole: Pa
     assert float(cells[5]) == pytest.approx(float(weight.double().std(correction=0)), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_map_shows_the_layer_that_blew_up(tab: Callable[..., Tab], whole: Path) -> None:
     page = tab().open(whole)
     page.keyboard.press("n")
@@ -189,7 +190,7 @@ def test_a_server_is_asked_for_all_statistics(tab: Callable[..., Tab], served: s
 
 @pytest.mark.parametrize("width", [360, 768, 1280])
 @pytest.mark.parametrize("stats", ["*", None])
-@pytest.mark.fast_cases("*-360", "None-768")
+@pytest.mark.fast_cases("None-768")
 def test_no_window_is_too_narrow(
     tab: Callable[..., Tab], saved: Path, tmp_path: Path, width: int, stats: str | None
 ) -> None:

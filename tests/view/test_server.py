@@ -127,6 +127,7 @@ def test_statistics_on_demand(tab: Callable[..., Tab], served: Served) -> None:
     one.errors.clear()  # the browser tells of the status, too
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     holdfast.save({"model": {"w": torch.ones(4)}}, tmp_path / "c")
     command = [sys.executable, "-m", "holdfast", "view", str(tmp_path / "c"), "--serve", "--json"]

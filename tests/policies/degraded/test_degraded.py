@@ -22,6 +22,7 @@ def run(folder: Path, trials: list[dict[str, Any]]) -> None:
     assert json.loads(ended.stdout.splitlines()[-1])["trials"] == len(trials)
 
 
+@pytest.mark.slow
 def test_a_rank_is_lost(tmp_path: Path) -> None:
     run(
         tmp_path,

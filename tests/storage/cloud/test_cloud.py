@@ -33,6 +33,10 @@ class TestMoto(StoreContract):
     def store(self, moto: Server) -> Store:
         return cloud(moto)
 
+    @pytest.mark.slow
+    def test_more_files_than_a_page(self, store: Store, below: str) -> None:
+        super().test_more_files_than_a_page(store, below)
+
 
 class TestCeph(StoreContract):
     @pytest.fixture
@@ -135,8 +139,8 @@ def test_how_many_requests_each_verb_takes(behind: Cloud, proxy: Proxy) -> None:
     assert asked() == ["GET", "POST"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [3 * MIB, 5 * MIB, 23 * MIB], ids=["smaller", "equal", "larger"])
-@pytest.mark.fast_cases("larger")
 def test_an_upload_has_the_parts_that_are_asked_for_and_no_more_at_once(moto: Server, proxy: Proxy, chunk: int) -> None:
     proxy.latency = 0.2
     store = cloud(moto.through(proxy.endpoint), moto.bucket(), {"part_size": 5 * MIB, "concurrency": 2})

@@ -75,6 +75,7 @@ def test_other_formats_into_a_folder_of_a_branch(hub: Hub, step: Path, to: Any) 
     assert torch.equal(opened.read("model/a"), torch.arange(3000.0))
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_step_and_of_a_run(hub: Hub, step: Path, tmp_path: Path) -> None:
     copied = holdfast.copy(step, "hf://me/run/step-7")
     assert copied.committed and copied.target == "hf://me/run/step-7" and len(hub.at("me/run").commits) == 2

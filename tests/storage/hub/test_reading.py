@@ -61,6 +61,7 @@ def test_it_reads_what_it_needs_and_no_more(hub: Hub, model: dict[str, torch.Ten
     assert fetched <= 2 * (256 << 10), "what another opening of the same commit asks for again"
 
 
+@pytest.mark.slow
 def test_the_command(
     hub: Hub, model: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

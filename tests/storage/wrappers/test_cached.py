@@ -136,6 +136,7 @@ def test_a_second_start_reads_nothing_from_the_store(home: Home) -> None:
     assert home.fetched() == before and again.fetched == 0 and again.served > len(home.data[KEY])
 
 
+@pytest.mark.slow
 def test_any_range_is_what_the_store_has(home: Home) -> None:
     rng, size = random.Random(3), len(home.data[KEY])
     cache = home.cached()
@@ -437,6 +438,7 @@ def test_it_stays_below_its_limit_and_what_was_used_longest_ago_goes(home: Home)
     assert (home.folder / "notes.txt").read_text() == "mine" and (home.folder / ("0" * 32)).exists()
 
 
+@pytest.mark.slow
 def test_reading_goes_on_while_others_are_evicted(home: Home) -> None:
     cache = home.cached(limit=LEAST)
 

@@ -196,6 +196,7 @@ def test_only_a_share_is_asked_for_twice(slow: Slow) -> None:
     assert ALWAYS + 11 <= store.hedges <= ALWAYS + 13
 
 
+@pytest.mark.slow
 def test_stragglers_that_never_come_end_the_hedging(slow: Slow) -> None:
     store = knowing(slow, share=1.0)
     for n in range(ABANDONED):
