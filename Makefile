@@ -15,6 +15,9 @@ FUZZ_TARGETS ?= manifest values datafile part url dcp megatron olmo deepspeed to
 SOAK_MINUTES ?= 60
 SOAK_SEED    ?=  # drawn and printed if it is empty
 
+# A recent pip, which compiles nothing, needs half the time of the pip of a distribution. What is imported is compiled then.
+PIP := python -m pip install --no-compile --disable-pip-version-check --quiet
+
 # Tests start hundreds of processes. Without bytecode each of them compiles the package, and each worker all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -35,8 +38,9 @@ test: lint  ## lint and all tests that take seconds, some at a time: none of the
 test-torch: $(READY)  ## the fast tests on another torch, in an environment of its own: make test-torch TORCH=torch==2.10.0
 	test "$(TORCH)" != "torch==2.13.0" || (echo "say which: make test-torch TORCH=torch==2.10.0"; exit 2)
 	$(PYTHON) -m venv .venv/$(TORCH)
-	.venv/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
-	.venv/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet -e ".[dev]"
+	.venv/$(TORCH)/bin/$(PIP) --upgrade pip
+	.venv/$(TORCH)/bin/$(PIP) "$(TORCH)"
+	.venv/$(TORCH)/bin/$(PIP) -e ".[dev]"
 	OMP_NUM_THREADS=1 .venv/$(TORCH)/bin/python -m pytest $(FAST)
 
 test-all: lint  ## lint and all tests: some at a time, then those that are about time, one at a time
@@ -61,7 +65,7 @@ fuzz: $(READY)  ## hostile files, FUZZ_SECONDS=600 for each target; guided by co
 lint: $(READY)  ## ruff, mypy, and the rooms of docs/architecture.md
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 	$(BIN)/lint-imports
 
 docs: $(READY)  ## the site of the documentation, into site/; every link in it is checked
@@ -140,8 +144,9 @@ clean:  ## remove what the other targets made, but for the environment in .venv
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("holdfast needs Python 3.10 or newer; say which: make PYTHON=python3.11 …")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e ".[dev]"
+	$(BIN)/$(PIP) --upgrade pip
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/$(PIP) "$(TORCH)"
+	$(BIN)/$(PIP) -e ".[dev]"
 	touch $@
 
 # The environment above and, in one of their own so that it stays as it is, the peers of `benchmarks.cloud`. pip finds
@@ -150,7 +155,7 @@ $(PEERS)/ready: $(READY) benchmarks/peers.txt
 	test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/environment.pth"
-	while read -r peer; do $(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet "$$peer" \
+	while read -r peer; do $(PEERS)/bin/$(PIP) "$$peer" \
 		|| echo "left out: $$peer"; done < benchmarks/peers.txt
 	touch $@
 
@@ -159,7 +164,7 @@ $(ZOO)/ready: $(READY) zoo/requirements.txt
 	test -x $(ZOO)/bin/python || $(BIN)/python -m venv $(ZOO)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> "$$($(ZOO)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/environment.pth"
-	while read -r name; do $(ZOO)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps "$$name" \
+	while read -r name; do $(ZOO)/bin/$(PIP) --no-deps "$$name" \
 		|| echo "left out: $$name"; done < zoo/requirements.txt
 	touch $@
 
@@ -168,6 +173,6 @@ $(OUTSIDE)/ready: $(READY) tests/outside/requirements.txt
 	test -x $(OUTSIDE)/bin/python || $(BIN)/python -m venv $(OUTSIDE)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> "$$($(OUTSIDE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/environment.pth"
-	while read -r name; do $(OUTSIDE)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps "$$name" \
+	while read -r name; do $(OUTSIDE)/bin/$(PIP) --no-deps "$$name" \
 		|| echo "left out: $$name"; done < tests/outside/requirements.txt
 	touch $@

@@ -139,8 +139,11 @@ TARS: dict[str, bytes] = {
 }
 
 
-def _bomb(pack: Callable[[bytes], bytes]) -> bytes:
-    return pack(_tar(_MEMBER, size=64 << 20)[:512] + bytes(64 << 20))
+def _bomb(pack: Callable[[bytes], bytes], called: str) -> Case:
+    def make(folder: Path) -> Path:
+        return _composer(pack(_tar(_MEMBER, size=64 << 20)[:512] + bytes(64 << 20)), called)(folder)
+
+    return make
 
 
 # Safetensors and their indexes
@@ -181,7 +184,8 @@ def _index(weight_map: Any) -> Case:
     def make(folder: Path) -> Path:
         (folder / "model-00001-of-00001.safetensors").write_bytes(safetensors({"a": torch.ones(4)}))
         (folder.parent / "outside.safetensors").write_bytes(safetensors({"a": torch.ones(4)}))
-        told = weight_map if isinstance(weight_map, bytes) else json.dumps({"metadata": {}, "weight_map": weight_map})
+        names = weight_map() if callable(weight_map) else weight_map
+        told = names if isinstance(names, bytes) else json.dumps({"metadata": {}, "weight_map": names})
         (folder / "model.safetensors.index.json").write_bytes(told if isinstance(told, bytes) else told.encode())
         return folder
 
@@ -199,7 +203,7 @@ INDEXES: dict[str, Case] = {
     "a file that is a number": _index({"a": 7}),
     "a map that is a list": _index(["a"]),
     "JSON a hundred thousand deep": _index(b'{"weight_map":' + b"[" * 100_000),
-    "a million names of no file": _index({str(n): "x.safetensors" for n in range(1_000_000)}),
+    "a million names of no file": _index(lambda: {str(n): "x.safetensors" for n in range(1_000_000)}),
 }
 
 
@@ -450,7 +454,7 @@ def cases() -> dict[str, Case]:
     found.update((f"tar: {label}", _composer(data)) for label, data in TARS.items())
     packs: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
     for ending, pack in packs.items():
-        found[f"tar: 64 MiB of nothing as .{ending}"] = _composer(_bomb(pack), f"ep0-ba1-rank0.tar.{ending}")
+        found[f"tar: 64 MiB of nothing as .{ending}"] = _bomb(pack, f"ep0-ba1-rank0.tar.{ending}")
     found.update((f"safetensors: {label}", file_of(data, "model.safetensors")) for label, data in SAFETENSORS.items())
     found.update((f"index: {label}", make) for label, make in INDEXES.items())
     found.update((f"odd file: {label}", _instead(how)) for label, how in ODD.items())

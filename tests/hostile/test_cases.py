@@ -37,6 +37,8 @@ def _use(path: Path) -> None:
     "lies: lists a million deep",
     "lies: tuples a million deep",
     "lies: dicts a million deep",
+    "tar: 64 MiB of nothing as .bz2",
+    "tar: 64 MiB of nothing as .xz",
 )
 def test_it_is_refused_and_nothing_is_executed(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, work = tmp_path / "root", tmp_path / "work"

@@ -302,7 +302,7 @@ SAME: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("kind", SAME)
-@pytest.mark.slow_cases("compiled")
+@pytest.mark.slow_cases("compiled", "parts compiled and checkpointed")
 def test_wrappers_and_stand_ins_are_the_same_model(kind: str, tmp_path: Path) -> None:
     holdfast.save({"model": Model()}, tmp_path / "plain")
     holdfast.load(tmp_path / "plain", {"model": SAME[kind]()})

@@ -80,7 +80,7 @@ def on_a_rank(name: str, hub: str, folder: str) -> list[str]:
     return lines
 
 
-@pytest.mark.fast_cases("GPT2LMHeadModel")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded(name: str, tmp_path: Path) -> None:
     """Two ranks of FSDP2: each loads its part; what they save becomes the folder again, and so does what they hold."""

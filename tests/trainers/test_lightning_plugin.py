@@ -31,9 +31,7 @@ def test_a_link_that_is_removed_takes_no_checkpoint_along(tmp_path: Path, extens
 
 @pytest.mark.parametrize("target", ["first.ckpt", "ROOT/first.ckpt", "folder", "file.ckpt", "nothing"])
 @pytest.mark.parametrize("link", ["link.ckpt", "link"])
-@pytest.mark.fast_cases(
-    "link.ckpt-ROOT/first.ckpt", "link.ckpt-nothing", "link-first.ckpt", "link-folder", "link-file.ckpt"
-)
+@pytest.mark.fast_cases("link.ckpt-ROOT/first.ckpt", "link-folder")
 def test_a_link_itself_is_removed_or_replaced(tmp_path: Path, target: str, link: str) -> None:
     others = {"folder": 1, "first.ckpt": 1, "file.ckpt": "a file"}
     (tmp_path / "removed").mkdir()
