@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
+import holdfast.ranks.ranks  # it asks for the name of the host when it is imported, and no case may ask for it
 from holdfast.errors import HoldfastError, NotACheckpoint, Unsupported
 from tests.formats import hostile
 from tests.fuzz.trial import CONSTANT, _counted, _peak, _watched
