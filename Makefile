@@ -38,7 +38,7 @@ test: lint  ## lint and all tests that take seconds, some at a time: none of the
 test-torch: $(READY)  ## the fast tests on another torch, in an environment of its own: make test-torch TORCH=torch==2.10.0
 	test "$(TORCH)" != "torch==2.13.0" || (echo "say which: make test-torch TORCH=torch==2.10.0"; exit 2)
 	$(PYTHON) -m venv .venv/$(TORCH)
-	.venv/$(TORCH)/bin/$(PIP) --upgrade pip
+	.venv/$(TORCH)/bin/$(PIP) --upgrade pip || echo "the pip that is here stays"
 	.venv/$(TORCH)/bin/$(PIP) "$(TORCH)"
 	.venv/$(TORCH)/bin/$(PIP) -e ".[dev]"
 	OMP_NUM_THREADS=1 .venv/$(TORCH)/bin/python -m pytest $(FAST)
@@ -144,7 +144,7 @@ clean:  ## remove what the other targets made, but for the environment in .venv
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("holdfast needs Python 3.10 or newer; say which: make PYTHON=python3.11 …")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/$(PIP) --upgrade pip
+	$(BIN)/$(PIP) --upgrade pip || echo "the pip that is here stays"
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/$(PIP) "$(TORCH)"
 	$(BIN)/$(PIP) -e ".[dev]"
 	touch $@
