@@ -125,7 +125,9 @@ TABLE = (
         also=Text("TimedOut"), transient=True),
     Row(E.ETIMEDOUT, ("Timeout", Text("TimedOut")), "{host} is silent: {answer.text}", _RAISE_TIMEOUT, _LINK,
         transient=True),
-    Row(E.ECONNRESET, (Text(r"HttpError \{\s*kind: (?!Unknown)"),), "the connection to {host} failed: {answer.text}",
+    # "Canceled" is hyper's word for a connection that closed before the request went out; its kind is Unknown.
+    Row(E.ECONNRESET, (Text(r"HttpError \{\s*kind: (?!Unknown)"), Text(r"hyper::Error\(\s*Canceled")),
+        "the connection to {host} failed: {answer.text}",
         "{wants_tls}", _LINK, transient=True),
     # Credentials that the store does not accept.
     Row(E.EACCES, ("RequestTimeTooSkewed", "RequestExpired", Text("Request date header too old")), "{clock}",

@@ -33,7 +33,7 @@ class TestMoto(StoreContract):
     def store(self, moto: Server) -> Store:
         return cloud(moto)
 
-    @pytest.mark.slow
+    @pytest.mark.slow  # each of a thousand files is a request
     def test_more_files_than_a_page(self, store: Store, below: str) -> None:
         super().test_more_files_than_a_page(store, below)
 

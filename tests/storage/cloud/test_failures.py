@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.exceptions import GenericError
 
 from holdfast.storage.cloud.cloud import Cloud
 from holdfast.storage.cloud.facts import PERMISSIONS, Facts, Request, answer_in
@@ -247,6 +248,41 @@ def test_nobody_listens() -> None:
         error = said(store_at(endpoint), "get")
     assert "nobody listens at http://127.0.0.1" in str(error)
     assert is_transient(error)
+
+
+NOT_SENT = """Generic S3 error: Error performing GET http://h/bucket/key in 2ms - HTTP error: error sending request
+
+Debug source:
+Generic {
+    store: "S3",
+    source: RetryError(
+        RetryErrorImpl {
+            method: GET,
+            retries: 0,
+            inner: Http(
+                HttpError {
+                    kind: Unknown,
+                    source: reqwest::Error {
+                        kind: Request,
+                        source: hyper_util::client::legacy::Error(
+                            Canceled,
+                            hyper::Error(
+                                Canceled,
+                                "connection was not ready",
+                            ),
+                        ),
+                    },
+                },
+            ),
+        },
+    ),
+}"""
+"""What the client says if a server closes a connection just as it is taken for a request: it does not try again."""
+
+
+def test_a_connection_that_closes_before_the_request_goes_out() -> None:
+    error = failure(GenericError(NOT_SENT), Request("get", "s3", "bucket", "key"))
+    assert error.errno == errno.ECONNRESET and is_transient(error)
 
 
 def test_silence_is_named() -> None:
