@@ -7,6 +7,7 @@ import fcntl
 import logging
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -202,6 +203,24 @@ def test_restore_falls_back_and_says_why(how: str, tmp_path: Path, caplog: pytes
             (tmp_path / "step-000000003" / "manifest.json").unlink()
         with pytest.raises(holdfast.errors.NotACheckpoint, match="can be restored"):
             manager.restore(_state())
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing", "flipped", "manifest"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_damaged_steps_alone_are_not_taken_for_none(how: str, fast: bool, tmp_path: Path) -> None:
+    root, steps = tmp_path / "run", (1, 2)
+    with CheckpointManager(root, every=1) as manager:
+        for step in steps:
+            manager.step(step, _state(step))
+    for step in steps:
+        _break(root / f"step-00000000{step}", how)
+    tiers: dict[str, Any] = {"fast": tmp_path / "fast"} if fast else {}
+    with CheckpointManager(root, every=1, **tiers) as manager:
+        with pytest.raises(holdfast.errors.NotACheckpoint, match="can be restored: .*step-000000002"):
+            manager.restore(_state())
+        for step in steps:
+            shutil.rmtree(root / f"step-00000000{step}")
+        assert manager.restore(_state()) is None, "those who deleted them want to start from scratch"
 
 
 def test_mismatch_does_not_fall_back(tmp_path: Path) -> None:

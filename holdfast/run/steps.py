@@ -277,6 +277,18 @@ class Steps:
             run = above.parent
             raise NotACheckpoint(f"{root} is a part of the checkpoint {above}: give the folder of its run, {run}")
 
+    def refuse_damaged(self) -> None:
+        """Raise NotACheckpoint if the root has steps that proved damaged, for a caller that has found no whole one.
+
+        Training would start from scratch, and replace them.
+        """
+        damaged = sorted(path.name for path in self.folders() if path.name in self.broken)
+        if damaged:
+            raise NotACheckpoint(
+                f"no checkpoint of {self.root} can be restored: {', '.join(damaged[-5:])} damaged, the log says how. "
+                "Try `holdfast repair`, or choose another folder to start from scratch"
+            )
+
     def commit_late(self, patience: float) -> None:
         """Commit the saves whose ranks had all finished; waits so many seconds for writers that are still at it."""
         until = time.monotonic() + patience

@@ -95,6 +95,8 @@ class OneRoot:
             steps.refuse_another_run(newest, refused)
         if newest is None:
             steps.refuse_a_checkpoint()
+            if not refused:
+                steps.refuse_damaged()
         return newest.name if newest is not None else ""
 
     def leave_behind(self, step: int) -> WentBack:

@@ -229,6 +229,8 @@ class Survey:
         if options.step is not None:
             raise NotACheckpoint(f"step {options.step} of {self.store.root} is whole in neither tier")
         self.store.refuse_a_checkpoint()
+        if not refused:  # steps of the fast tier that went with their node are no reason: that may happen
+            self.store.refuse_damaged()
         return Choice()
 
     def _asked_for(self, step: int | Literal["best"], steps: list[int]) -> int:
