@@ -15,7 +15,7 @@ FUZZ_TARGETS ?= manifest values datafile part url dcp megatron olmo deepspeed to
 SOAK_MINUTES ?= 60
 SOAK_SEED    ?=  # drawn and printed if it is empty
 
-# A recent pip, which compiles nothing, needs half the time of the pip of a distribution. What is imported is compiled then.
+# Told to compile nothing, a recent pip needs half the time of a distribution's. Python compiles what it imports.
 PIP := python -m pip install --no-compile --disable-pip-version-check --quiet
 
 # Tests start hundreds of processes. Without bytecode each of them compiles the package, and each worker all tests.

@@ -44,5 +44,5 @@ def examples(most: int) -> int:
 
 
 def every(step: int, cases: Sequence[T]) -> Sequence[T]:
-    """All of ``cases``, or one of each ``step`` of them with ``--hypothesis-profile=quick``."""
+    """All of ``cases``, or each ``step``-th of them with ``--hypothesis-profile=quick``."""
     return cases[::step] if settings.default.max_examples < 100 else cases

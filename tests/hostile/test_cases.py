@@ -34,13 +34,9 @@ def _use(path: Path) -> None:
 
 @pytest.mark.parametrize("label", CASES)
 @pytest.mark.slow_cases(
-    "index: a million names of no file",
-    "lies: lists a million deep",
-    "lies: tuples a million deep",
-    "lies: dicts a million deep",
-    "tar: 64 MiB of nothing as .bz2",
-    "tar: 64 MiB of nothing as .xz",
-)
+    "index: a million names of no file", "lies: lists a million deep", "lies: tuples a million deep",
+    "lies: dicts a million deep", "tar: 64 MiB of nothing as .bz2", "tar: 64 MiB of nothing as .xz",
+)  # fmt: skip
 def test_it_is_refused_and_nothing_is_executed(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, work = tmp_path / "root", tmp_path / "work"
     (root / "run").mkdir(parents=True)

@@ -17,19 +17,9 @@ RECORD = json.loads(saves.RECORD.read_text())
 )
 @pytest.mark.parametrize("case", saves.CASES)
 @pytest.mark.slow_cases(
-    "FSDP2 2",
-    "FSDP2 4",
-    "TP 2",
-    "HSDP x TP 2x2x2",
-    "compiled DDP 3",
-    "FSDP1 2",
-    "FSDP1 flat 4",
-    "large",
-    "large, replicated",
-    "FSDP2 x TP 2x2",
-    "FSDP1 hybrid 2x2",
-    "values and shards",
-)
+    "FSDP2 2", "FSDP2 4", "FSDP2 x TP 2x2", "TP 2", "HSDP x TP 2x2x2", "compiled DDP 3", "FSDP1 2", "FSDP1 flat 4",
+    "FSDP1 hybrid 2x2", "values and shards", "large", "large, replicated",
+)  # fmt: skip
 def test_saves_write_what_they_always_wrote(case: str) -> None:
     written = saves.written(case)
     assert written == RECORD["saves"][case]

@@ -12,6 +12,7 @@ from tests.marks import every
 
 
 def _saved() -> Sequence[str]:
+    """The layouts that save."""
     return every(3, [*meshes.LAYOUTS])
 
 
