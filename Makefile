@@ -44,8 +44,8 @@ test-torch: $(READY)  ## the fast tests on another torch, in an environment of i
 	OMP_NUM_THREADS=1 .venv/$(TORCH)/bin/python -m pytest $(FAST)
 
 test-all: lint  ## lint and all tests: some at a time, then those that are about time, one at a time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not timed" -n $(JOBS) --dist worksteal --durations=25 --durations-min=2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m timed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not timed" -n $(JOBS) --dist worksteal --durations=25 --durations-min=2; \
+	first=$$?; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m timed && exit $$first
 
 zoo: $(ZOO)/ready  ## hundreds of optimizers, modules and loaders of 30 libraries, beside torch's own load; ONLY=adam for a part
 	PYTHONPATH=. OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(ZOO)/bin/python -m zoo $(if $(ONLY),--only $(ONLY),--page zoo/results.md)
