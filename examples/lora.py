@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +77,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         export_adapter(newest, folder, shape)
         plain = PeftModel.from_pretrained(base_model(), folder)  # on any machine, without holdfast
         print(f"{sum('lora' in name for name in plain.state_dict())} tensors of the adapter in {folder}")
-    told = {
-        "resumed": loaded.step if loaded is not None else 0,
-        "losses": losses,
-        "files": {path.parent.parent.name: os.stat(path).st_nlink for path in Path(args.root).rglob("*/model/*")},
-    }
+    result = {"resumed": loaded.step if loaded is not None else 0, "losses": losses}
     if dist.get_rank() == 0:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(result), flush=True)
     dist.barrier()
     if owns_group:
         dist.destroy_process_group()
-    return told
+    return result
 
 
 if __name__ == "__main__":

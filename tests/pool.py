@@ -15,7 +15,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 LIMIT = 240.0
@@ -104,11 +104,17 @@ class Pool:
         """Each rank's result, or its `RemoteError`."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__name__, args))
-        return [self._result(rank, pipe) for rank, pipe in enumerate(self.pipes)]
+        results: dict[int, Any] = {}
+        while missing := [pipe for rank, pipe in enumerate(self.pipes) if rank not in results]:
+            answered = wait(missing, LIMIT)
+            results.update((rank, self._result(rank, pipe)) for rank, pipe in enumerate(self.pipes) if pipe in answered)
+            if not answered:
+                silent = sorted(set(range(len(self.pipes))) - set(results))
+                raised = [f"rank {r.rank}: {r.trace}" for r in results.values() if isinstance(r, RemoteError)]
+                raise RankFailed("\n".join([f"ranks {silent} gave no answer within {LIMIT:g} s", *raised]))
+        return [results[rank] for rank in range(len(self.pipes))]
 
     def _result(self, rank: int, pipe: Connection) -> Any:
-        if not pipe.poll(LIMIT):
-            raise RankFailed(f"rank {rank} gave no answer within {LIMIT:g} s")
         try:
             groups, result = pipe.recv()
             self.groups = max(self.groups, groups)
