@@ -202,15 +202,24 @@ def main(name: str) -> None:
     logging.disable()
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
+    _meet(store, "begun")  # a rank that ends while another is still connecting fails that one
     try:
         globals()[name]()
     except Exception as error:
         if os.environ["RANK"] == "0":
             print(error, flush=True)
-    store.add("ended", 1)
-    while os.environ["RANK"] == "0" and store.add("ended", 0) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)  # the first rank holds the store
+    if os.environ["RANK"] == "0":
+        _meet(store, "ended")  # the first rank holds the store
+    else:
+        store.add("ended", 1)
     os._exit(0)
+
+
+def _meet(store: dist.Store, what: str) -> None:
+    """Wait until every rank is here."""
+    store.add(what, 1)
+    while store.add(what, 0) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":
