@@ -1,7 +1,7 @@
 """Trains with FSDP2 on any mesh, and resumes on any other: arguments are replicas, shards, and the last step.
 
-torchrun --nproc-per-node 4 examples/resume_elsewhere.py 2 2 5
-torchrun --nproc-per-node 2 examples/resume_elsewhere.py 1 2 10
+torchrun --standalone --nproc-per-node 4 examples/resume_elsewhere.py 2 2 5
+torchrun --standalone --nproc-per-node 2 examples/resume_elsewhere.py 1 2 10
 """
 
 import sys
@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 
+if len(sys.argv) != 4:
+    sys.exit(__doc__)
 replicas, shards, until = map(int, sys.argv[1:])
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))

@@ -275,7 +275,7 @@ class Saver:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise HoldfastError("this Saver is closed; make another one")
+            raise HoldfastError("this Saver or CheckpointManager is closed; make another one")
 
     def _stay_behind(self) -> None:
         """In a forked child: the threads of the saves and the way to the writer are its parent's alone."""

@@ -127,7 +127,7 @@ _SECRET = re.compile(r"://[^/]*@|[?&][^=&]*(key|secret|token|sas|sig|password)[^
 def _usage(error: Any) -> Failure:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "holdfast"
-    text = error.format_message().removeprefix("Invalid value: ")
+    text = error.format_message().removeprefix("Invalid value: ").replace("Value error, ", "")  # typer's, of a choice
     hint = "--to huggingface writes safetensors" if "'safetensors' is not one of" in text else f"{path} --help"
     return Failure(Code.USAGE, "usage", text, hint)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
@@ -17,6 +17,7 @@ from holdfast.doctor.mending import BRING_BACK, command, fits, lacking, mend, ne
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest, part
+from holdfast.ranks.heartbeat import amount
 from holdfast.repair.rescue import rescuable
 from holdfast.run import going_back
 from holdfast.run.going_back import WentBack
@@ -148,7 +149,7 @@ def _run(root: Place, steps: Sequence[Place]) -> list[Finding]:
         fault = fault_of(step)
         if fault is not None:
             findings.append(_damaged(f"{step.name}: {fault}", command("doctor", step)))
-    findings += _other_runs(root, counting)
+    findings += [*_other_runs(root, counting), *_room_for_another(root, counting[-1])]
     citations = Reuses(root)
     for name in sorted(set(root.folder_names()) - {step.name for step in steps}):
         files = (root / name).files_below()
@@ -159,6 +160,18 @@ def _run(root: Place, steps: Sequence[Place]) -> list[Finding]:
             one = _uncommitted(root / name, files)
             findings.append(Finding(NAME, "warn", one.text, one.mend, one.kind))
     return findings
+
+
+def _room_for_another(root: Place, newest: Place) -> Iterator[Finding]:
+    """Whether the disk has room for one more step like the newest."""
+    if root.is_remote:
+        return
+    status, nbytes = os.statvfs(root), sum(newest.sizes_below().values())
+    free = status.f_bavail * status.f_frsize
+    if free < nbytes:
+        text = f"{amount(free)} are free, and {newest.name} takes {amount(nbytes)}: the next save may not fit"
+        clear = f"{command('prune', root)}, and the same with --orphans, list what can be deleted"
+        yield Finding("free space", "warn", text, clear, "storage")
 
 
 def _counting(root: Place, steps: Sequence[Place]) -> tuple[Sequence[Place], list[Finding]]:

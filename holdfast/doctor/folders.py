@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.doctor.finding import Finding
+from holdfast.ranks.heartbeat import amount
 from holdfast.storage.local import disk
 from holdfast.storage.local.disk import SECTOR
 from holdfast.storage.place import Place
@@ -68,7 +69,7 @@ def mounted(folder: Place) -> tuple[str, str, str]:
 def _room(folder: Place) -> Finding:
     status = os.statvfs(folder)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-    text = f"{free / 1e9:.1f} GB of {total / 1e9:.1f} GB"
+    text = f"{amount(free)} of {amount(total)}"
     clear = f"holdfast prune {folder}, and the same with --orphans, list what can be deleted"
     if total and free < 0.02 * total:
         return Finding("free space", "warn", text, clear, "storage")

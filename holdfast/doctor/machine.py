@@ -15,6 +15,7 @@ import torch
 
 from holdfast.doctor.finding import Finding
 from holdfast.ondisk.version import __version__
+from holdfast.ranks.heartbeat import amount
 
 OLDEST_TORCH = (2, 10)
 FILES_WANTED = 4096
@@ -81,9 +82,9 @@ def _device() -> Finding:
 def _memory() -> Finding:
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
-    text = f"{_size(total)}, {_size(free)} free; a background save takes as much as a rank writes"
+    text = f"{amount(total)}, {amount(free)} free; a background save takes as much as a rank writes"
     limit = _cgroup_limit()
-    return Finding("memory", "ok", text if limit is None or limit > total else f"{text}; limited to {_size(limit)}")
+    return Finding("memory", "ok", text if limit is None or limit > total else f"{text}; limited to {amount(limit)}")
 
 
 def _cgroup_limit() -> int | None:
@@ -96,7 +97,7 @@ def _cgroup_limit() -> int | None:
 
 def _locked() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = "no limit" if soft == resource.RLIM_INFINITY else _size(soft)
+    text = "no limit" if soft == resource.RLIM_INFINITY else amount(soft)
     if torch.cuda.is_available() and 0 <= soft < 64 << 20:
         mend = "ulimit -l unlimited, or docker run --ulimit memlock=-1: staging memory is pinned"
         return Finding("locked memory", "warn", text, mend)
@@ -121,7 +122,7 @@ def _shared() -> Finding:
     except OSError as error:
         return Finding("/dev/shm", "warn", str(error), "mount it: ranks of one machine share what they read through it")
     free = status.f_bavail * status.f_frsize
-    text = f"{_size(status.f_blocks * status.f_frsize)}, {_size(free)} free"
+    text = f"{amount(status.f_blocks * status.f_frsize)}, {amount(free)} free"
     if free < SHM_WANTED:
         return Finding("/dev/shm", "warn", text, "docker run --shm-size=8g; DataLoader workers need it too")
     return Finding("/dev/shm", "ok", text)
@@ -142,7 +143,3 @@ def _nameless() -> Finding:
         mend = 'Saver(worker="thread"), or let the sandbox allow memfd_create'
         return Finding("writer process", "fail", f"memory cannot be shared with it: {error.strerror}", mend)
     return Finding("writer process", "ok", "memory can be shared with it")
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

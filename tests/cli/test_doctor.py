@@ -170,6 +170,17 @@ def test_steps_of_two_runs(tmp_path: Path, run: Run) -> None:
     assert code == Code.MISMATCH and "two runs" in found[1]["text"] and "holdfast ls" in found[1]["mend"]
 
 
+def test_a_disk_that_has_no_room_for_another_step(small_disk: Path, run: Run) -> None:
+    with holdfast.CheckpointManager(small_disk, every=1, worker="none", signals=()) as manager:
+        manager.save(1, {"weight": torch.zeros(600_000)})
+        _, found = _checkpoint(run, small_disk)
+        assert not [one for one in found if one["name"] == "free space"]
+        manager.save(2, {"weight": torch.zeros(600_000)})
+    _, found = _checkpoint(run, small_disk)
+    [room] = [one for one in found if one["name"] == "free space"]
+    assert room["verdict"] == "warn" and "step-000000002 takes 2.4 MB" in room["text"] and "prune" in room["mend"]
+
+
 def test_a_run_that_has_not_saved_is_not_ill(tmp_path: Path, run: Run) -> None:
     with holdfast.CheckpointManager(tmp_path, every=9, worker="none", signals=()) as manager:
         manager.step(1, {"step": 1})

@@ -305,6 +305,11 @@ def test_errors_name_options_and_not_arguments(steps: Path, run: Run, monkeypatc
     assert run("show", steps, "--sizes", "--mesh", "fsdp=2")[2].startswith("error: ask one at a time")
 
 
+def test_a_choice_that_there_is_not(steps: Path, run: Run) -> None:
+    code, _, err = run("convert", _newest(steps), steps.parent / "new", "--to", "hugginface")
+    assert code == Code.USAGE and "error: Invalid value for '--to': 'hugginface' is not one of" in err
+
+
 def test_suggestions_are_near(steps: Path, run: Run) -> None:
     assert "did you mean s3://?" in run("verify", "s4://bucket/x")[2]
     assert "did you mean model" in run("convert", _newest(steps), steps.parent / "o", "--only", "modle/*")[2]
