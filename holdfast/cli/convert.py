@@ -56,6 +56,8 @@ def convert(
     if like and rename:
         raise typer.BadParameter("--like says what the tensors are called: leave out --rename")
     opened = holdfast.open(sources[-1], remap=map_of(remap))
+    if opened.reading and not json:
+        output.say(f"{opened.path} is read as: {opened.reading}")
     names: str | list[str] = "*" if not only else only[0] if len(only) == 1 else only
     renames: Callable[[str], str] | dict[str, str] | None = _renames_of(rename)
     model = holdfast.open(like) if like else None
@@ -168,7 +170,7 @@ def _show(done: Converted, proof: Proof | None) -> None:
     if done.bytes_resumed:
         output.say(f"- there from an earlier call: {output.size(done.bytes_resumed)}")
     if done.bytes_unverified:
-        output.say(f"- read without a sum to check by: {output.size(done.bytes_unverified)}")
+        output.say(f"- not verified, since the source has no checksum of it: {output.size(done.bytes_unverified)}")
 
 
 def _first(names: Iterable[str]) -> str:

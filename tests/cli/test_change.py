@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def test_convert(steps: Path, run: Run) -> None:
     assert run("convert", source, target / "ours", "--overwrite", "--verify", "blocks")[0] == Code.FINE
     assert len(holdfast.open(target / "ours").tensors) == 3
     assert run("convert", GOLDEN / "dcp_fsdp2_4r" / "ckpt", target / "foreign", "--to", "dcp")[0] == Code.FINE
+
+
+def test_a_folder_of_several_steps_says_which_one_is_converted(tmp_path: Path, run: Run) -> None:
+    for step in ("step-3", "step-9"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        shutil.copytree(GOLDEN / "dcp_fsdp2_4r" / "ckpt", tmp_path / "run" / step)
+    code, out, err = run("convert", tmp_path / "run", tmp_path / "one")
+    assert code == Code.FINE and "is read as: the last of 2 steps, step-9" in out, err
 
 
 def test_the_suffix_of_the_target_is_the_format(steps: Path, run: Run) -> None:
