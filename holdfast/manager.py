@@ -46,8 +46,8 @@ class CheckpointManager:
     fails is raised by a later `step`, the same one on all ranks; training may go on either way.
 
     Args:
-        options: The fields of `ManagerOptions` as keywords; ``root``, the folder of the run, comes first, without its
-            name.
+        options: The fields of `holdfast.run.options.ManagerOptions`, whose help explains each, as keywords; ``root``,
+            the folder of the run, comes first, without its name.
 
     Attributes:
         should_stop: True once a signal has asked the run to stop, and its last step is saved: at the same step on all
@@ -246,9 +246,9 @@ class CheckpointManager:
 
         Args:
             state: What to fill, in place: modules, optimizers and tensors keep their memory.
-            options: The fields of `RestoreOptions`, as keywords. ``step=1200`` goes back to that step, ``step="best"``
-                to the best one. No other is tried then, and with the first save after it the later steps no longer
-                count.
+            options: The fields of `holdfast.run.options.RestoreOptions`, as keywords. ``step=1200`` goes back to that
+                step, ``step="best"`` to the best one. No other is tried then, and with the first save after it the
+                later steps no longer count.
 
         Returns:
             What was loaded; None if there is no step, so that training starts from scratch.

@@ -305,6 +305,8 @@ def _losses(made: Rebuilt, like: Manifest | None) -> list[str]:
         f"values, tied names, lists and tuples are those of step {like.step} (save {like.save}), not its own",
         "attached files are taken as they lie",
     ]
+    if "step" in like.values:
+        losses.insert(1, f"state['step'] is {like.values['step']} too: set it to the step of this save after a load")
     losses += [f"the value of each rank {path} is lost" for path in like.per_rank if path not in made.per_rank]
     more = [name for name in made.tensors if name not in like.tensors and name not in like.aliases]
     losses += [f"{name} is not in the neighbour" for name in more]

@@ -64,7 +64,7 @@ def test_every_argument_is_described(name: str) -> None:
     if is_dataclass(what) and isinstance(what, type):
         arguments &= {field.name for field in fields(what)}
     if "options" in described and "options" not in arguments:  # the fields of a class that has its own documentation
-        assert re.search(r"`\w+Options`", given)
+        assert re.search(r"`[\w.]+Options`", given)
         return
     assert not arguments - described, f"not described: {sorted(arguments - described)}"
     assert not (section(text, "Args") and described - arguments - {"kwargs"}) or section(text, "Attributes"), described

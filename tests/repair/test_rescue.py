@@ -77,6 +77,7 @@ def test_a_neighbour_gives_values_and_what_was_tied(run: Path) -> None:
     assert list(made.tensors) == list(lost.tensors)
     assert holdfast.open(run / "step-2").values["step"] == 1, "it is the neighbour's, and that is told"
     assert any("step 1" in text for text in done.lost) and "rescued" in made.producer
+    assert "state['step'] is 1 too: set it to the step of this save after a load" in done.lost
     into = state_of(0)
     holdfast.load(run / "step-2", into)
     assert torch.equal(into["model"]["too"], state_of(2)["model"]["too"])
