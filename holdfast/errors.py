@@ -163,15 +163,19 @@ def error_from(
 
     ``alone``: there is one rank, which the text need not name.
     """
-    where = f"phase {failure.phase}" if alone else f"rank {failure.rank} on {failure.host}, phase {failure.phase}"
+    where = [] if alone else [f"rank {failure.rank} on {failure.host}"]
+    if saving or not alone:
+        where.append(f"phase {failure.phase}")
     if failure.file and failure.file not in failure.message:
-        where += f", file {failure.file}"
+        where.append(f"file {failure.file}")
+    place = f"({', '.join(where)})" if where else ""
     if saving:
         outcome = "Nothing was committed" if settled else "It may be committed all the same: holdfast.open tells"
-        text = f"save failed ({where}): {failure.message}. {outcome}; earlier checkpoints are untouched."
+        text = f"save failed {place}: {failure.message}. {outcome}; earlier checkpoints are untouched."
         error = _save_failed_as(failure.kind)(text)
     else:
-        error = _KINDS.get(failure.kind, HoldfastError)(f"{failure.message} ({where})")
+        gap = "\n" if "\n" in failure.message else " "  # not behind the last name of a list
+        error = _KINDS.get(failure.kind, HoldfastError)(f"{failure.message}{gap}{place}".rstrip())
     error.rank, error.host, error.phase = failure.rank, failure.host, failure.phase
     error.file, error.cause, error.settled = failure.file, failure.message, settled
     error.absent = tuple(absent)

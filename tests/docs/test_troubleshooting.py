@@ -42,7 +42,7 @@ ALONE = {
     "is code": troubles.a_function_in_the_state,
     "cannot reserve": troubles.a_full_disk,
     "changed while": troubles.changed_while_copied,
-    "Saver is closed": troubles.closed,
+    "is closed; make": troubles.closed,
     "exists; choose": troubles.target_exists,
     "needs obstore": troubles.no_client,
 }

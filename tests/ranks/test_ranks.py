@@ -150,6 +150,22 @@ def test_the_failure_of_a_rank_without_others_names_the_phase_alone() -> None:
     assert caught.value.rank == 0 and caught.value.host
 
 
+@pytest.mark.parametrize("text", ["it is gone", "names:\n    a"])
+def test_the_failure_of_a_load_without_other_ranks_is_its_message(text: str) -> None:
+    with pytest.raises(Mismatch) as caught, Ranks(0, 1, None).call("load x", deadline=LONG) as call:
+        meet(call, raising(Mismatch(text)))
+    assert str(caught.value) == text and caught.value.phase
+
+
+def test_where_a_load_failed_is_not_put_behind_the_last_name_of_a_list() -> None:
+    def one(ranks: Ranks) -> Any:
+        with ranks.call("load x", deadline=LONG) as call:
+            return meet(call, raising(Mismatch("names:\n    a")) if ranks.rank == 1 else lambda: 1)
+
+    for error in Fleet(2).all(one):
+        assert str(error) == "names:\n    a\n(rank 1 on host1, phase write)"
+
+
 def test_fields_of_a_failure_travel() -> None:
     def one(ranks: Ranks) -> Any:
         with ranks.call("save x", deadline=LONG, saving=True) as call:
