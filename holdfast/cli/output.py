@@ -147,6 +147,11 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, such as 1 file or 1,200 files."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def size(nbytes: int) -> str:
     """A number of bytes, such as 1.5 GB."""
     amount, unit = float(nbytes), "B"

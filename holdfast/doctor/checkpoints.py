@@ -141,7 +141,8 @@ def _ours(place: Place) -> list[Finding]:
 
 def _run(root: Place, steps: Sequence[Place]) -> list[Finding]:
     counting, findings = _counting(root, steps)
-    text = f"{root} is the folder of a run, with {len(steps)} checkpoints: the newest is {counting[-1].name}"
+    steps_there = "1 checkpoint" if len(steps) == 1 else f"{len(steps)} checkpoints"
+    text = f"{root} is the folder of a run, with {steps_there}: the newest is {counting[-1].name}"
     left = len(steps) - len(counting)
     text += f"; training went back, and goes on without {left} later {'one' if left == 1 else 'ones'}" if left else ""
     findings.insert(0, Finding(NAME, "ok", text, f"{command('ls', root)} lists them"))
