@@ -20,7 +20,7 @@ from holdfast import events
 from holdfast.buffers.memory import no_collection
 from holdfast.buffers.stable import wait_for_copies
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.errors import Mismatch, StorageError
+from holdfast.errors import Damaged, Mismatch, StorageError
 from holdfast.matching.compare import Matched, compare
 from holdfast.matching.differences import Loaded
 from holdfast.matching.hand_back import Filled, hand_back, hand_over_early
@@ -44,6 +44,9 @@ from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_cache, with_deadline, with_hedging
 
 __all__ = ["Loaded", "Options", "load", "load_opened", "restore"]
+
+PARTLY_FILLED = "; the state may be filled in part: load again before you use it"
+"""How the text of a Damaged ends that is raised while bytes go into the target."""
 
 Value = TypeVar("Value")
 Note = TypeVar("Note")
@@ -90,7 +93,8 @@ def load(
     Raises:
         Mismatch: Names, shapes or dtypes do not fit; it lists all of them. Nothing was changed.
         NotACheckpoint: There is no checkpoint; it says what is there instead.
-        Damaged: Bytes are not what was written; it names the file and the tensor.
+        Damaged: Bytes are not what was written; it names the file and the tensor, and says so if ``into`` may be filled
+            in part.
         Untrusted: The checkpoint is not signed as ``require`` says.
         Unsupported: The format version or a dtype is not known here.
         StorageError: The disk or the store refused.
@@ -228,6 +232,9 @@ def restore(
 
     try:
         return keeping(call, "read", read_and_hand_back, _all_ended, bool)[0]
+    except Damaged as error:  # after the ranks have met: it is the same on every one, and so is what is added
+        error.args = (f"{error}{PARTLY_FILLED}",)
+        raise
     finally:
         settling.end()
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
+from holdfast.load import PARTLY_FILLED
 from holdfast.ondisk import blocks
 from tests import pool
 
@@ -450,8 +451,19 @@ def test_damaged_data_files(how: str, saved: Path) -> None:
     assert "Damaged" in errors[0].kinds and file.name in errors[0].text
     if how == "flipped data":
         assert "model" in errors[0].text and "scale" in errors[0].text
-    with pytest.raises(holdfast.errors.Damaged, match=file.name):
+        assert errors[0].text.endswith(PARTLY_FILLED)
+    with pytest.raises(holdfast.errors.Damaged, match=file.name) as caught:
         holdfast.open(saved).verify()
+    assert PARTLY_FILLED not in str(caught.value)
+
+
+def test_damage_that_is_found_before_anything_is_read_leaves_the_target_as_it_was(tmp_path: Path) -> None:
+    holdfast.save({"t": torch.ones(3)}, tmp_path / "c")
+    manifest = tmp_path / "c" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    with pytest.raises(holdfast.errors.Damaged) as caught:
+        holdfast.load(tmp_path / "c", {"t": torch.zeros(3)})
+    assert PARTLY_FILLED not in str(caught.value)
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:

@@ -100,7 +100,10 @@ def diff(
     remap: str | None = _option(None, "--remap", f"The first one. {_REMAP}", metavar="MAP"),
     json: bool = _JSON,
 ) -> None:
-    """Compare names, shapes, dtypes and values; the exit code is 0 if all are the same, 1 if any differ."""
+    """Compare names, shapes, dtypes and values; the exit code is 0 if all are the same, 1 if any differ.
+
+    Tensors whose recorded checksums are equal are not read, and the last line says so; `holdfast verify` reads them.
+    """
     _run("diff.diff", locals())
 
 

@@ -28,17 +28,22 @@ def diff(*, a: str, b: str, tensors: str, names_only: bool, top: int, remap: str
     every = list(compare_names(left, right, only=tensors) if names_only else compare(left, right, only=tensors))
     differences = sorted((d for d in every if d.status != "same"), key=_by_size)
     counts = Counter[str](d.status for d in every)
+    of_checksums = sum(d.by_checksums for d in every)
     of_tensors, of_values = _lines(left, right, differences)
     shown = of_tensors[: top or None], of_values[: top or None]
     if json:
         rows = [output.fields(d, "relative") for lines in shown for line in lines for d in line]
-        output.as_json({"a": a, "b": b, "same": not differences, "counts": counts, "differences": rows})
+        same = counts["same"]
+        same_by = {"names": same} if names_only else {"bytes": same - of_checksums, "checksums": of_checksums}
+        output.as_json(
+            {"a": a, "b": b, "same": not differences, "same_by": same_by, "counts": counts, "differences": rows}
+        )
     else:
         _show(left, right, *shown)
         more = len(differences) - sum(len(line) for lines in shown for line in lines)
         if more:
             output.say(f"… and {more} more (--top 0 shows all)")
-        output.say(_summary(counts, names_only=names_only))
+        output.say(_summary(counts, of_checksums, names_only=names_only))
     raise typer.Exit(Code.DIFFERENT if differences else Code.FINE)
 
 
@@ -68,11 +73,18 @@ def _lines(a: Checkpoint, b: Checkpoint, differences: list[Difference]) -> tuple
     return of_tensors, list(of_values.values())
 
 
-def _summary(counts: Counter[str], *, names_only: bool) -> str:
+def _summary(counts: Counter[str], of_checksums: int, *, names_only: bool) -> str:
+    """What was found. Recorded checksums say what was saved: of the bytes on disk now nothing is claimed by them."""
     if set(counts) == {"same"}:
+        if of_checksums:
+            return f"the same by their recorded checksums: {counts['same']} names {_READS_BYTES}"
         what = "names, shapes and dtypes" if names_only else "to the last bit"
         return f"the same, {what}: {counts['same']} names"
-    return ", ".join(f"{counts[status]} {_WORDS[status]}" for status in (*_ORDER, "same") if counts[status])
+    told = ", ".join(f"{counts[status]} {_WORDS[status]}" for status in (*_ORDER, "same") if counts[status])
+    return f"{told}, {of_checksums} of them by their recorded checksums {_READS_BYTES}" if of_checksums else told
+
+
+_READS_BYTES = "(holdfast verify reads the bytes)"
 
 
 _WORDS = {

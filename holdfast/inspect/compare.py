@@ -1,6 +1,6 @@
 """Compares two checkpoints name by name: names, shapes, types, and how far the numbers are apart.
 
-It holds one box of each at most, and does not read tensors whose sums are equal in both.
+It holds one box of each at most, and does not read tensors whose recorded sums are equal in both.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ Status = Literal["same", "changed", "shape", "dtype", "only in a", "only in b"]
 class Difference:
     """How a name differs between checkpoints ``a`` and ``b``; ``nbytes`` are those in ``a``, or in ``b`` if only there.
 
-    ``same`` means to the last bit. ``shape``: the shapes differ, or the number of ranks of a value by rank. ``dtype``:
-    only the types do (the numbers are compared all the same), or it is a tensor in one and a value in the other.
+    ``same`` means to the last bit; with ``by_checksums`` it says that the same was saved, as equal sums are recorded
+    for both, and nothing of the bytes on disk now, which were not read. ``shape``: the shapes differ, or the number of
+    ranks of a value by rank. ``dtype``: only the types do (the numbers are compared all the same), or it is a tensor in
+    one and a value in the other.
 
     ``largest`` and ``mean`` are of the absolute differences, ``norm`` is the root of the sum of their squares;
     ``norm_a`` and ``norm_b`` are those of the numbers themselves, ``cosine`` is that of the angle between them.
@@ -50,6 +52,7 @@ class Difference:
     norm_b: float | None = None
     norm: float | None = None
     nonfinite: int = 0
+    by_checksums: bool = False
 
     @property
     def relative(self) -> float | None:
@@ -64,8 +67,8 @@ def compare(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[D
     """Every name that is in either and fits ``only``: tensors in the order of ``a``, then those of ``b``, then values.
 
     Takes some 170 MiB whatever the size of a tensor. Equal sums prove that the same was saved, not that the bytes on
-    disk are still good: `holdfast.tools.verify` checks that. Raises Mismatch for a pattern that fits no name of
-    either, Damaged for altered bytes among those it reads.
+    disk are still good (`Difference.by_checksums`): `holdfast.tools.verify` checks that. Raises Mismatch for a pattern
+    that fits no name of either, Damaged for altered bytes among those it reads.
     """
     return _differences(a, b, only, _tensors, _value_status)
 
@@ -115,7 +118,7 @@ def _tensors(a: Checkpoint, b: Checkpoint, both: Mapping[str, TensorRecord]) -> 
     first: dict[tuple[str, str], str] = {}
     for name in both:
         first.setdefault((a.saved_name(name), b.saved_name(name)), name)
-    same = _proved_same(a, b, first.values())
+    same = _same_by_checksums(a, b, first.values())
 
     def to_read(name: str) -> bool:
         key = a.saved_name(name), b.saved_name(name)
@@ -134,7 +137,7 @@ def _tensors(a: Checkpoint, b: Checkpoint, both: Mapping[str, TensorRecord]) -> 
             if both[name].shape != b.records[name].shape:
                 done[name] = Difference(name, "shape", nbytes)
             elif name in same:
-                done[name] = _same(name, nbytes)
+                done[name] = replace(_same(name, nbytes), by_checksums=True)
             elif name in x:
                 done[name] = _measured(a, b, name, [(x[name], y[name])])
             else:
@@ -150,8 +153,8 @@ def _same(name: str, nbytes: int) -> Difference:
     return Difference(name, "same", nbytes, largest=0.0, mean=0.0, norm=0.0)
 
 
-def _proved_same(a: Checkpoint, b: Checkpoint, asked: Iterable[str]) -> set[str]:
-    """The names whose cells and sums are equal in both; none unless both are holdfast's, as others have no sums."""
+def _same_by_checksums(a: Checkpoint, b: Checkpoint, asked: Iterable[str]) -> set[str]:
+    """The names whose cells and recorded sums are equal in both; none unless both are ours: others have no sums."""
     if a.format != "holdfast" or b.format != "holdfast":
         return set()
     names = [

@@ -30,7 +30,7 @@ def contents(a: Checkpoint, b: Checkpoint, differences: Iterable[Difference]) ->
         number = kinds.setdefault(kind, len(kinds))
         rows.append([
             one.name, one.status, one.nbytes, one.relative, one.cosine, one.largest, one.mean, one.norm, one.norm_a,
-            one.norm_b, one.nonfinite, number, layer,
+            one.norm_b, one.nonfinite, number, layer, one.by_checksums,
         ])  # fmt: skip
     return {"a": _about(a), "b": _about(b), "kinds": list(kinds), "rows": rows}
 

@@ -153,10 +153,10 @@ def test_show_tied(run: Any, tmp_path: Path) -> None:
 
 def test_diff(run: Any, saved: Path) -> None:
     code, out, err = run("diff", saved / "step-3", saved / "step-3")
-    assert code == Code.FINE and "the same, to the last bit" in out and not err
+    assert code == Code.FINE and "the same by their recorded checksums: 24 names" in out and not err
     code, out, _ = run("diff", saved / "step-3", saved / "step-4")
     assert code == Code.DIFFERENT == 1
-    assert "1 of another shape, 4 changed" in out and "19 the same" in out
+    assert "1 of another shape, 4 changed" in out and "19 the same, 17 of them by their recorded" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["step", "3", "4"] in lines and any(line[:3] == ["model/embed", *line[1:3]] for line in lines if line)
     told = json.loads(run("diff", saved / "step-3", saved / "step-4", "--json")[1])
@@ -167,6 +167,21 @@ def test_diff(run: Any, saved: Path) -> None:
     assert code == Code.DIFFERENT and "changed" not in out and "1 of another shape" in out
     code, _, err = run("diff", saved / "step-3", saved / "step-4", "--tensors", "layer*")
     assert code == Code.MISMATCH and "has a name that fits 'layer*'" in err
+
+
+def test_diff_claims_no_more_than_it_read(run: Any, tmp_path: Path) -> None:
+    for name in "ab":
+        holdfast.save({"m": {"w": torch.arange(2000.0)}, "lr": 0.5}, tmp_path / name)
+    flip(next((tmp_path / "b" / "m").iterdir()), 5000)
+    code, out, _ = run("diff", tmp_path / "a", tmp_path / "b")
+    assert code == Code.FINE and "last bit" not in out
+    assert out == "the same by their recorded checksums: 2 names (holdfast verify reads the bytes)\n"
+    told = json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json")[1])
+    assert told["same"] and told["same_by"] == {"bytes": 1, "checksums": 1}
+    told = json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--names-only", "--json")[1])
+    assert told["same_by"] == {"names": 2}
+    torch.save({"m": {"w": torch.arange(2000.0)}, "lr": 0.5}, tmp_path / "c.pt")
+    assert run("diff", tmp_path / "a", tmp_path / "c.pt")[1] == "the same, to the last bit: 2 names\n"
 
 
 def test_diff_sorts_by_relative_change(run: Any, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_equal_sums_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     state = {"m": {"w": torch.randn(100), "v": torch.randn(50)}}
     a, b = opened(tmp_path / "a", state), opened(tmp_path / "b", state | {"n": {"v": torch.ones(3)}})
     flip(next((tmp_path / "b" / "m").iterdir()), 4200)
-    assert {d.status for d in compare(a, b, only="m")} == {"same"}
+    assert {(d.status, d.by_checksums) for d in compare(a, b, only="m")} == {("same", True)}
     state["m"]["v"] += 1
     c = opened(tmp_path / "c", state)
     read: list[str] = []
@@ -138,6 +138,7 @@ def test_equal_sums_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "read_together", lambda of, names: read.extend(names) or together(of, names))
     assert {d.name: d.status for d in compare(a, c)} == {"m/w": "same", "m/v": "changed"}
     assert read == ["m/v", "m/v"]
+    assert {d.name: d.by_checksums for d in compare(a, c)} == {"m/w": True, "m/v": False}
 
 
 def test_damage_is_no_difference(tmp_path: Path) -> None:
@@ -158,5 +159,5 @@ def test_a_conversion_is_all_the_same(name: str, tmp_path: Path) -> None:
     holdfast.convert(source, tmp_path / "ours")
     a, b = holdfast.open(source), holdfast.open(tmp_path / "ours")
     found = list(compare(a, b))
-    assert {d.status for d in found} == {"same"}, [d for d in found if d.status != "same"]
+    assert {(d.status, d.by_checksums) for d in found} == {("same", False)}, [d for d in found if d.status != "same"]
     assert {d.name for d in found} >= set(a.tensors)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast.formats.own import read_manifest
+from holdfast.load import PARTLY_FILLED
 from holdfast.run.keep import is_due, next_upload
 from holdfast.run.tiers import outage, uploader
 from holdfast.run.tiers.home import Durability
@@ -527,7 +528,9 @@ def test_what_the_fast_tier_has_lost_comes_from_the_store(how: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("how", ["missing", "flipped"])
-def test_a_damaged_step_that_is_nowhere_else_is_passed_over(how: str, tmp_path: Path) -> None:
+def test_a_damaged_step_that_is_nowhere_else_is_passed_over(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = Moody()
     root, fast = StorePlace(store, "run"), tmp_path / "fast"
     _run(root, fast, 1, 2)
@@ -540,12 +543,26 @@ def test_a_damaged_step_that_is_nowhere_else_is_passed_over(how: str, tmp_path: 
     file = next((fast / "step-000000003").rglob("*.safetensors"))
     file.unlink() if how == "missing" else _flip(file)
     manager = _restored(root, fast, 2, fast)
+    assert PARTLY_FILLED not in caplog.text
     _train(manager, 3)  # it gives way to its successor
     manager.close()
     assert store.commits[-1] == 3
     _restored(root, fast, 3, fast).close()
     shutil.rmtree(fast)
     _restored(root, fast, 3, store.url).close()
+
+
+def test_a_restore_says_that_the_state_is_filled_in_part_only_if_it_ends_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path, every=1, worker="none") as manager:
+        _train(manager, 1, 2)
+        _flip(next((tmp_path / "step-000000002").rglob("*.safetensors")))
+        with pytest.raises(holdfast.errors.Damaged, match=PARTLY_FILLED):
+            manager.restore(_state(), step=2)
+        loaded = manager.restore(_state())
+    assert loaded is not None and loaded.step == 1
+    assert "is altered" in caplog.text and PARTLY_FILLED not in caplog.text
 
 
 def test_everything_is_damaged(tmp_path: Path) -> None:

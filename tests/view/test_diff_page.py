@@ -155,7 +155,7 @@ def test_two_that_are_the_same(tab: Callable[..., Tab], pair: tuple[Path, Path],
     path = tmp_path / "page.html"
     path.write_text(diff_page(one, one))
     page = shown(tab, path)
-    assert "Both hold the same" in page.inner_text("main")
+    assert "Both hold the same by their recorded checksums" in page.inner_text("main")
 
 
 def test_the_numbers_in_the_page_are_those_of_compare(pair: tuple[Path, Path], written: Path) -> None:

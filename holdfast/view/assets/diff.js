@@ -2,7 +2,7 @@
 "use strict";
 {
   const { el, data } = H, main = document.getElementById("main"), { a, b } = data;
-  const FIELDS = ["name", "status", "bytes", "relative", "cosine", "largest", "mean", "norm", "normA", "normB", "nonfinite", "kind", "layer"];
+  const FIELDS = ["name", "status", "bytes", "relative", "cosine", "largest", "mean", "norm", "normA", "normB", "nonfinite", "kind", "layer", "byChecksums"];
   const all = data.rows.map((row) => Object.fromEntries(FIELDS.map((field, i) => [field, row[i]])));
   all.forEach((t) => { t.lower = t.name.toLowerCase(); });
   const STATUS = {
@@ -118,7 +118,7 @@
           ["largest difference", figure(t.largest)], ["mean difference", figure(t.mean)], ["norm of the difference", figure(t.norm)],
           ["norm in A", figure(t.normA)], ["norm in B", figure(t.normB)], t.nonfinite ? ["NaN or infinite", H.count(t.nonfinite)] : null,
         ])),
-        t.status === "same" ? el("p", { class: "note apart" }, "The same to the last bit.") : null,
+        t.status === "same" ? el("p", { class: "note apart" }, t.byChecksums ? "The same by the recorded checksums: the bytes were not read." : "The same to the last bit.") : null,
         here.length ? [el("h3", { class: "apart" }, `In the same place: ${H.count(here.length)}`), el("ul", { class: "list" }, here.slice(0, 200).map((o) => el("li", null, el("button", { type: "button", class: "plain cut", click: () => open(o) }, o.name), el("span", { class: "muted" }, figure(MEASURES[measure].of(o))))))] : null,
         el("h3", { class: "apart" }, "On the command line"), el("code", { class: "command" }, `holdfast diff ${quoted(a.path)} ${quoted(b.path)} --tensors ${quoted(t.name.replace(/[[*?]/g, (sign) => `[${sign}]`))}`)));
     detail.hidden = false;
@@ -159,7 +159,7 @@
     el("div", { class: "grid column" },
       known.length ? H.card("By layer", [key, which_section, measures], el("div", { class: "body" }, field)) : null,
       H.card("Names", [words, input, which_], el("div", { class: "body flush" }, table.node))), detail);
-  H.empty(main, facts, all.length && all.length === count("same") ? el("p", { class: "note" }, "Both hold the same, to the last bit.") : null, halves);
+  H.empty(main, facts, all.length && all.length === count("same") ? el("p", { class: "note" }, all.some((t) => t.byChecksums) ? "Both hold the same by their recorded checksums: holdfast verify reads the bytes." : "Both hold the same, to the last bit.") : null, halves);
   H.key("/", "filter by name", () => { input.focus(); });
   H.key("m", "what the colour says", () => { const kinds = Object.keys(MEASURES); measures.querySelector(`[data-value=${kinds[(kinds.indexOf(measure) + 1) % kinds.length]}]`).click(); });
   H.key("Escape", "close the numbers", () => { if (detail.hidden) return false; shut(); return true; });
