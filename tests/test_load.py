@@ -78,6 +78,26 @@ def test_submodules_are_renamed_and_taken_by_their_names_with_their_optimizer(tm
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("shapes", [((32, 16), (16, 32)), ((16, 16), (16, 16))])
+def test_a_name_is_suggested_once_for_a_tensor_of_its_shape(tmp_path: Path, shapes: list[tuple[int, int]]) -> None:
+    def layers(*names: str) -> dict[str, torch.Tensor]:
+        both = zip(names, shapes, strict=True)
+        return {f"{n}.{k}": t for n, s in both for k, t in (("weight", torch.ones(s)), ("bias", torch.ones(s[0])))}
+
+    holdfast.save({"model": layers("0", "2")}, tmp_path / "c")
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
+        holdfast.load(tmp_path / "c", {"model": layers("fc1", "fc2")})
+    lines = str(caught.value).replace(" (phase match)", "").splitlines()
+    pairs = {("fc1", "0"), ("fc2", "2")}
+    for one, other in pairs:
+        for kind in ("weight", "bias"):
+            assert f"    model/{one}.{kind} (did you mean model/{other}.{kind}?)" in lines
+            assert f"    model/{other}.{kind} (did you mean model/{one}.{kind}?)" in lines
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
+        holdfast.load(tmp_path / "c", {"model": {"0.weight": torch.ones(shapes[0]), "1.weight": torch.ones(3, 5)}})
+    assert "did you mean" not in str(caught.value)
+
+
 def test_every_misfit_is_listed_at_once_and_nothing_changes(saved: Path) -> None:
     into = _target()
     into["model"]["layers.0.weight"] = torch.zeros(8, 5)

@@ -120,7 +120,27 @@ def near(name: str, known: Collection[str]) -> str:
     last = name.rpartition("/")[2]
     candidates = [k for k in known if k.rpartition("/")[2] == last or len(known) <= 2000]
     close = get_close_matches(name, candidates[:2000], n=1, cutoff=0.7)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return did_you_mean(close[0] if close else None)
+
+
+def did_you_mean(name: str | None) -> str:
+    """`` (did you mean …?)``, or nothing for None."""
+    return "" if name is None else f" (did you mean {name}?)"
+
+
+def closest(name: str, known: Sequence[str]) -> str | None:
+    """The known name, of the first few hundred, that is most like a name, the first of several; None if none is."""
+    from difflib import SequenceMatcher
+
+    best, most = None, 0.7
+    matching = SequenceMatcher(b=name, autojunk=False)
+    for other in known[:300]:
+        matching.set_seq1(other)
+        if matching.real_quick_ratio() >= most and matching.quick_ratio() >= most:
+            ratio = matching.ratio()
+            if ratio > most or (best is None and ratio == most):
+                best, most = other, ratio
+    return best
 
 
 def _paths(patterns: Iterable[str]) -> set[str]:
