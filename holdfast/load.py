@@ -188,7 +188,7 @@ def open_and_match(
         )
     known = names_in(checkpoint.manifest)
     check_rename(options.rename, known, checkpoint.path)
-    called, values = with_named_ids(checkpoint, renamer(options.rename), into)
+    called, values = with_named_ids(checkpoint, renamer(options.rename, known), into)
     renamed = {} if options.only == "*" else {name: called(name) for name in known}
     asked = asked_of(checkpoint, options.only, options.rename, renamed, into)
     if isinstance(checkpoint.reader, Remapped):

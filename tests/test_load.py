@@ -49,6 +49,56 @@ def test_all(saved: Path) -> None:
     assert loaded.bytes_needed == 3 * 128 + 12 and loaded.bytes_unverified == 0
 
 
+def _layers(*named: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = nn.Sequential()
+    for i, name in enumerate(named):
+        module.add_module(name, nn.Linear(4 + i, 5 + i))
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return module, optimizer
+
+
+def test_submodules_are_renamed_and_taken_by_their_names_with_their_optimizer(tmp_path: Path) -> None:
+    model, optimizer = _layers("0", "1", "10")
+    net, own = _layers("fc1", "1", "10")
+    holdfast.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    rename = {"model/0": "model/fc1", "optimizer/state/0": "optimizer/state/fc1"}
+    loaded = holdfast.load(tmp_path / "c", {"model": net, "optimizer": own}, rename=rename)
+    assert loaded.renamed["model/0.weight"] == "model/fc1.weight" and len(loaded.renamed) == 8
+    assert torch.equal(net.get_parameter("fc1.weight"), model.get_parameter("0.weight"))
+    theirs, ours = (o.state_dict()["state"][0]["exp_avg"] for o in (optimizer, own))
+    assert torch.equal(theirs, ours)
+    part = holdfast.load(tmp_path / "c", {"model": _layers("0", "1", "10")[0]}, only="model/1")
+    assert part.restored == ["model/1.weight", "model/1.bias"]
+    to = tmp_path / "t"
+    converted = holdfast.convert(tmp_path / "c", to, to="holdfast", only="model/0", rename={"model/0": "model/fc1"})
+    assert sorted(converted.tensors) == ["model/fc1.bias", "model/fc1.weight"]
+    assert set(holdfast.open(tmp_path / "c").state_dict("optimizer/state/0")["optimizer"]["state"]) == {
+        "0.weight", "0.bias",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", [((32, 16), (16, 32)), ((16, 16), (16, 16))])
+def test_a_name_is_suggested_once_for_a_tensor_of_its_shape(tmp_path: Path, shapes: list[tuple[int, int]]) -> None:
+    def layers(*names: str) -> dict[str, torch.Tensor]:
+        both = zip(names, shapes, strict=True)
+        return {f"{n}.{k}": t for n, s in both for k, t in (("weight", torch.ones(s)), ("bias", torch.ones(s[0])))}
+
+    holdfast.save({"model": layers("0", "2")}, tmp_path / "c")
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
+        holdfast.load(tmp_path / "c", {"model": layers("fc1", "fc2")})
+    lines = str(caught.value).replace(" (phase match)", "").splitlines()
+    pairs = {("fc1", "0"), ("fc2", "2")}
+    for one, other in pairs:
+        for kind in ("weight", "bias"):
+            assert f"    model/{one}.{kind} (did you mean model/{other}.{kind}?)" in lines
+            assert f"    model/{other}.{kind} (did you mean model/{one}.{kind}?)" in lines
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
+        holdfast.load(tmp_path / "c", {"model": {"0.weight": torch.ones(shapes[0]), "1.weight": torch.ones(3, 5)}})
+    assert "did you mean" not in str(caught.value)
+
+
 def test_every_misfit_is_listed_at_once_and_nothing_changes(saved: Path) -> None:
     into = _target()
     into["model"]["layers.0.weight"] = torch.zeros(8, 5)

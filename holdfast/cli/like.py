@@ -84,7 +84,7 @@ def _both(source: Checkpoint, model: Checkpoint, only: str | list[str]) -> tuple
     """Tensors of both by the names that count, each with its name in the checkpoint: of a hub's model its own names."""
     if is_of_hub(model):
         return _model_in(source, only), _model_in(model, "*")
-    wanted = matcher(only)
+    wanted = matcher(only, known=[*source.records, *model.records])
     has, there = ({name: name for name in checkpoint.records if wanted(name)} for checkpoint in (source, model))
     return has, there
 

@@ -15,7 +15,7 @@ from holdfast.export.selection import Leaf, Selection
 from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.manifest import NOTES
-from holdfast.ondisk.patterns import Patterns, matcher
+from holdfast.ondisk.patterns import Patterns, matcher, names_in
 from holdfast.storage.local.disk import SECTOR
 
 Extras = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str] | bytes]
@@ -31,7 +31,7 @@ def section_of(checkpoint: Checkpoint, only: Patterns) -> str:
 
     Raises Mismatch if that may be several things.
     """
-    tensors = list(filter(matcher(only), checkpoint.records))
+    tensors = list(filter(matcher(only, known=names_in(checkpoint.manifest)), checkpoint.records))
     section = only.rstrip("/") if isinstance(only, str) and not set(only) & set("*?[") else None
     if section is not None and tensors and all(name.startswith(section + "/") for name in tensors):
         return section

@@ -20,7 +20,7 @@ from holdfast.export.terms import Other, with_terms
 from holdfast.export.work import ConvertWork, Note, Options, Source
 from holdfast.ondisk import names
 from holdfast.ondisk.box import whole
-from holdfast.ondisk.patterns import matcher
+from holdfast.ondisk.patterns import matcher, names_in
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.read.source import ReadStats
 from holdfast.storage.place import Place
@@ -92,7 +92,7 @@ class MergeWork(ConvertWork):
         if self._selection is None:
             self._selection = super()._select()
         section = huggingface.section_of(self.checkpoint, self.options.only) if self.options.to == "huggingface" else ""
-        fits = matcher(self.options.only)
+        fits = matcher(self.options.only, known=names_in(self.checkpoint.manifest))
         others = [
             Other(source, select(source, lambda name: fits(name) and names.under(name, section)))
             for source in self._sources[:-1]

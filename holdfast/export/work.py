@@ -171,7 +171,7 @@ class ConvertWork:
             wanted = self._model(wanted)
         else:
             check_rename(rename, known, checkpoint.path)
-            wanted = renamed(wanted, renamer(rename))
+            wanted = renamed(wanted, renamer(rename, known))
             if options.rename is not None:
                 check_names(wanted)
         if options.to == "dcp":
@@ -186,9 +186,10 @@ class ConvertWork:
         self.converted.left_out += [name for name in wanted.origin if name not in inside]
         if not inside:
             raise Mismatch(f"{self.checkpoint.path} has no tensors that fit only={self.options.only!r}")
-        new, bare = renamer(self.options.rename, "."), huggingface.bare(section)
+        bare = huggingface.bare(section)
         known = [bare(name) for name in self.checkpoint.records if names.under(name, section) and name != section]
-        check_rename(self.options.rename, known, self.checkpoint.path, separator=".")
+        check_rename(self.options.rename, known, self.checkpoint.path)
+        new = renamer(self.options.rename, known)
         return renamed(select(self.checkpoint, inside.__contains__), lambda name: new(bare(name)))
 
     def _report(self, selection: Selection) -> None:

@@ -113,8 +113,17 @@ class _Comparison:
         matched = Matched(names, state, self.early, self.rest, self.fresh, self.claimed, report)
         everything, missing = names.asked_for, [] if keep else self.missing
         return matched, Differences(
-            described(names.checkpoint), everything, self._unclaimed(everything), missing, self.misfits
-        )
+            described(names.checkpoint), everything, self._unclaimed(everything), missing, self.misfits,
+            self._shapes(missing),
+        )  # fmt: skip
+
+    def _shapes(self, missing: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """What tells which saved tensor a missing one may be; nothing if none is missing."""
+        if not missing:
+            return {}
+        saved, entries = self.names.saved.tensors, self.state.entries
+        unclaimed = {name: shape for name, (_, shape) in saved.items() if name not in self.claimed}
+        return unclaimed | {name: entries[name].shape for name in missing if name in entries}
 
     def _unclaimed(self, everything: list[str]) -> bytes:
         bits = bytearray(-(-len(everything) // 8))

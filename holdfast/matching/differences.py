@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from holdfast.checkpoint import Checkpoint
 from holdfast.commit.sections import dropped_of, left_of
 from holdfast.errors import Mismatch
-from holdfast.ondisk.patterns import near
+from holdfast.ondisk.patterns import closest, did_you_mean
 
 UNLIKE_SHAPE = "saved with shape"
 """Part of what is said of a tensor that has another shape here."""
@@ -25,7 +26,7 @@ class Differences(msgspec.Struct, array_like=True):
     """How checkpoint and target differ on one rank. ``unclaimed`` has a bit for each of ``names``, the saved ones.
 
     A name is unclaimed if the target has no place for it, and missing if the checkpoint lacks it. ``misfits`` are
-    lines about all else that does not fit.
+    lines about all else that does not fit. ``shapes``: of missing and, if there are any, of unclaimed tensors.
     """
 
     where: str
@@ -33,6 +34,7 @@ class Differences(msgspec.Struct, array_like=True):
     unclaimed: bytes
     missing: list[str]
     misfits: list[str]
+    shapes: dict[str, tuple[int, ...]] = {}
 
 
 def raise_if_any(differences: Sequence[Differences], unfit: Collection[str]) -> None:
@@ -52,17 +54,39 @@ def raise_if_any(differences: Sequence[Differences], unfit: Collection[str]) -> 
         text.append("only= fits nothing in the checkpoint (holdfast show lists its names):" + listed([*unfit]))
     if misfits:
         text.append(f"{len(misfits)} differ:" + listed(misfits))
+    shapes = {name: shape for of_rank in differences for name, shape in of_rank.shapes.items()}
+    meant = _meant(missing, extra, shapes)
     if missing:
         text.append(
             f'{len(missing)} missing from the checkpoint (missing="keep" leaves them as they are):'
-            + listed([name + near(name, extra or first.names) for name in missing])
+            + listed([name + did_you_mean(meant.get(name)) for name in missing])
         )
     if extra:
+        asked_as = {saved: name for name, saved in meant.items()}
         text.append(
             f"{len(extra)} in the checkpoint that nothing asks for (only= leaves them out, rename= maps them):"
-            + listed([name + near(name, missing) for name in extra])
+            + listed([name + did_you_mean(asked_as.get(name)) for name in extra])
         )
     raise Mismatch("\n".join(text))
+
+
+def _meant(missing: Sequence[str], extra: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The saved name that each missing one may stand for: of the same shape and a like last part, each once."""
+    left, meant = dict.fromkeys(extra), {}
+    for name in missing[:_SHOWN]:
+        shape, last = shapes.get(name), _last(name)
+        fitting = [saved for saved in left if shape is None or shapes.get(saved) == shape]
+        same = [saved for saved in fitting if _last(saved) == last]
+        # A misspelt last part is like the right one; weight and bias of one shape are not.
+        found = closest(name, same) or closest(name, [saved for saved in fitting if closest(last, [_last(saved)])])
+        if found is not None:
+            meant[name] = found
+            del left[found]
+    return meant
+
+
+def _last(name: str) -> str:
+    return re.split(r"[/.]", name)[-1]
 
 
 def listed(items: Sequence[str], shown: int = _SHOWN) -> str:

@@ -11,7 +11,7 @@ from holdfast.errors import Mismatch
 from holdfast.events import log
 from holdfast.formats.own import read_known
 from holdfast.ondisk.manifest import Manifest
-from holdfast.ondisk.patterns import Patterns, matcher, patterns_in, quoted, unfit
+from holdfast.ondisk.patterns import Patterns, matcher, patterns_in, quoted
 from holdfast.policies.signing.keys import Key, found_signature, read_signature, signer
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.storage.place import Place
@@ -65,7 +65,7 @@ def drop(
     folder, patterns = with_deadline(location(path), deadline), patterns_in(sections, "sections=")
     record = read_known(folder)
     sections_there, lost = parts.sections_of(record), parts.dropped_of(record)
-    if odd := unfit(patterns, [*sections_there, *lost]):
+    if odd := [text for text in patterns if not any(map(matcher(text), [*sections_there, *lost]))]:
         names = ", ".join(sections_there) or "none"
         raise Mismatch(f"{path} has no section {quoted(odd, sections_there)}; it has {names}")
     return _drop(folder, record, patterns, None, sign, dry_run=dry_run)

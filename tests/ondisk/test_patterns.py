@@ -20,17 +20,25 @@ _patterns = st.one_of(
 )
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _fits(name: str, pattern: str, known: list[str]) -> bool:
     """What the documentation says of one pattern."""
-    bare = pattern.rstrip("/")
-    return pattern == "*" or (bool(bare) and names.under(name, bare)) or fnmatchcase(name, pattern)
+    return pattern == "*" or _begins(name, pattern, known) or fnmatchcase(name, pattern)
+
+
+def _begins(name: str, beginning: str, known: list[str]) -> bool:
+    bare = beginning.rstrip("/")
+    if not bare or names.under(name, bare):
+        return bool(bare)
+    dotted = bare if bare.endswith(".") else bare + "."
+    is_path = beginning != bare or any(names.under(other, bare) for other in known)
+    return name.startswith(dotted) and not is_path
 
 
 @given(st.lists(_patterns, min_size=1, max_size=4), st.lists(_names, max_size=8))
 def test_a_name_fits_by_itself_by_a_path_above_it_or_by_a_glob(only: list[str], known: list[str]) -> None:
-    fits = matcher(only)
-    assert [fits(name) for name in known] == [any(_fits(name, pattern) for pattern in only) for name in known]
-    odd = [p for p in dict.fromkeys(only) if p != "*" and not any(_fits(name, p) for name in known)]
+    fits = matcher(only, known=known)
+    assert [fits(name) for name in known] == [any(_fits(name, pattern, known) for pattern in only) for name in known]
+    odd = [p for p in dict.fromkeys(only) if p != "*" and not any(_fits(name, p, known) for name in known)]
     assert unfit(only, known) == odd
     if odd:
         with pytest.raises(holdfast.errors.Mismatch) as caught:
@@ -48,7 +56,7 @@ def test_a_target_asks_for_what_is_saved_of_its_names(
     saved: list[str], only: list[str], table: dict[str, str]
 ) -> None:  # fmt: skip
     """A table and the same as a function ask for the same of what is there, whatever it is renamed to."""
-    rename, fits = renamer(table), matcher(only)
+    rename, fits = renamer(table, saved), matcher(only, known=saved)
     renamed = {name: rename(name) for name in saved}
     if len(set(renamed.values())) < len(renamed):
         return  # a load refuses that
@@ -89,7 +97,7 @@ def test_a_pattern_may_wait_for_what_only_the_target_has() -> None:
     [
         ("modle", "model"), ("modle/*", "model"), ("model/layer.0.weight", "model/layers.0.weight"),
         ("model/layer.*.weight", "model/layers.0.weight"), ("layers.0.weight", "model/layers.0.weight"),
-        ("model/layrs*", None), ("optimizer/stat", "optimizer/state"), ("x", None),
+        ("model/layrs*", "model/layers"), ("optimizer/stat", "optimizer/state"), ("x", None),
     ],
 )  # fmt: skip
 def test_what_fits_nothing_is_told_with_a_near_name(pattern: str, hint: str | None) -> None:
@@ -139,15 +147,60 @@ def test_every_name_of_a_table_has_to_be_there() -> None:
         "rename= maps 'modle' (did you mean model?), '', 'mod' (did you mean model?), but no name of /ckpt is that or "
         "lies below it: the names are as in 'model/layers.0.weight'"
     )
-    check_rename({"layers.0": "blocks.0"}, ["layers.0.weight"], "here", separator=".")
+    check_rename({"layers.0": "blocks.0"}, ["layers.0.weight"], "here")
     with pytest.raises(holdfast.errors.Mismatch, match=r"'layer.0' \(did you mean layers.0\?\)"):
-        check_rename({"layer.0": "blocks.0"}, ["layers.0.weight"], "here", separator=".")
+        check_rename({"layer.0": "blocks.0"}, ["layers.0.weight"], "here")
 
 
 def test_a_table_maps_names_and_leading_paths_the_longest_first() -> None:
     table = renamer({"a": "x", "a/b": "y", "c/d/": "z/", "e": ""})
     told = [table(name) for name in ("a", "a/c", "a/b", "a/b/c", "ab", "c/d/e", "e/f")]
     assert told == ["x", "x/c", "y", "y/c", "ab", "z/e", "f"]
-    dotted = renamer({"layers.1": "blocks.1"}, ".")
+    dotted = renamer({"layers.1": "blocks.1"}, ["layers.1.w", "layers.10.w"])
     assert dotted("layers.1.w") == "blocks.1.w" and dotted("layers.10.w") == "layers.10.w"
     assert renamer(None)("a") == "a" and renamer(str.upper)("a") == "A"
+
+
+_submodules = st.text("a01", min_size=1, max_size=2)
+_parameters = st.builds("{}.{}".format, _submodules, st.sampled_from(["weight", "bias", "norm.scale"]))
+
+
+@given(st.lists(_parameters, min_size=1, max_size=6, unique=True), st.data())
+def test_a_submodule_is_the_beginning_of_its_parameters_and_of_their_state(
+    parameters: list[str], data: st.DataObject
+) -> None:
+    """Of a module and of its optimizer: all that is below the submodule, and nothing of one whose name is longer."""
+    head = data.draw(st.sampled_from(parameters)).partition(".")[0]
+    for path, rest in (("model", ""), ("optimizer/state", "/exp_avg")):
+        known = [f"{path}/{parameter}{rest}" for parameter in parameters]
+        inside = [parameter.partition(".")[0] == head for parameter in parameters]
+        for beginning, new in ((f"{path}/{head}", f"{path}/fc"), (f"{path}/{head}.", f"{path}/fc.")):
+            assert unfit(beginning, known) == []
+            assert list(map(selector(beginning, known, "here"), known)) == inside
+            check_rename({beginning: new}, known, "here")
+            named = [f"{path}/fc{p.removeprefix(head)}{rest}" for p in parameters]
+            told = [own if moved else name for own, name, moved in zip(named, known, inside, strict=True)]
+            assert list(map(renamer({beginning: new}, known), known)) == told
+
+
+def test_a_path_is_no_beginning_up_to_a_point() -> None:
+    """A section, a key or a value whose name is longer stays what it is: only what is no path may end at a point."""
+    known = ["model/w", "model.ema/w", "step", "step.total", "odd./w"]
+    for pattern, fitting in (("model", ["model/w"]), ("step", ["step"]), ("step/", ["step"]), ("odd.", ["odd./w"])):
+        assert list(filter(matcher(pattern, known=known), known)) == fitting
+        rename = renamer({pattern: "x"}, known)
+        assert [name for name in known if rename(name) != name] == fitting
+    table = renamer({"model/0": "model/fc", "model/0.w": "model/first"}, ["model/0.w", "model/0.b", "model/00.b"])
+    assert [table(f"model/{name}") for name in ("0.w", "0.b", "00.b")] == ["model/first", "model/fc.b", "model/00.b"]
+    assert unfit(["model/1", "model/10/"], ["model/10.weight"]) == ["model/1", "model/10/"]
+    assert list(filter(matcher("model/1*", known=["model/10.w"]), ["model/10.w", "a"])) == ["model/10.w"]
+
+
+def test_the_end_is_replaced_too_if_both_sides_of_a_table_give_one() -> None:
+    known = ["model/module.0.w", "ema/w"]
+    assert renamer({"model/module.": "model/"}, known)("model/module.0.w") == "model/0.w"
+    assert renamer({"model/module": "model"}, known)("model/module.0.w") == "model.0.w"
+    assert renamer({"ema/": "model/ema."}, known)("ema/w") == "model/ema.w"
+    assert renamer({"model/module.": ""}, known)("model/module.0.w") == "0.w"
+    asked = asked_in_target("model/0", {"model/0": "net/fc"}, {"model/0.w": "net/fc.w"})
+    assert asked("net/fc.w") and asked("net/fc.new") and not asked("net/fcc.new")
