@@ -183,10 +183,14 @@ def standing_save(folder: Place) -> str | None:
         return None
 
 
-def sweep_dead(path: Place, reused: Callable[[Place], Collection[str]] = reused_in) -> bool:
+def sweep_dead(
+    path: Place, reused: Callable[[Place], Collection[str]] = reused_in,
+    spares: Callable[[Sequence[str]], bool] = lambda going: False,
+) -> bool:  # fmt: skip
     """Delete what a save that never committed left in ``path``; False if a living save may write there.
 
-    What is ``reused`` stays: `reused_in` unless the caller knows it cheaper.
+    What is ``reused`` stays: `reused_in` unless the caller knows it cheaper; and all of it if the caller ``spares`` the
+    files that would go.
     """
     orphans = [f for f in path.files_below() if is_orphan(f)]
     if path.may_live(orphans):
@@ -194,7 +198,10 @@ def sweep_dead(path: Place, reused: Callable[[Place], Collection[str]] = reused_
     if orphans and (path / manifest.FILE_NAME).is_file():
         return False  # committed since the caller looked: locks go after the commit, so now it can be seen
     kept = reused(path) if orphans else ()
-    if any(f not in kept for f in orphans):
+    going = [f for f in orphans if f not in kept]
+    if going and spares(going):
+        return True
+    if going:
         log.info("sweeping %s: a save that never committed", path)
     _delete_ours(path, kept)
     return True

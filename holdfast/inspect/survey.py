@@ -235,7 +235,7 @@ def _uncommitted(path: Place, blank: Step) -> Step | None:
 
 
 _FINISHED = "all its ranks had finished: holdfast rescue {path} commits it"
-_DEAD = "it never committed, or its manifest was deleted: holdfast doctor says which; the run's next start deletes it"
+_DEAD = "it never committed, or its manifest was deleted: holdfast doctor says which; the next start may delete it"
 
 
 def _or_lent(path: Place, step: Step, citations: Reuses | None = None) -> Step:

@@ -25,11 +25,14 @@ from functools import cache
 
 from holdfast.commit.folder import delete_checkpoints, may_hold_orphans, sweep_beside, sweep_dead
 from holdfast.commit.reused import ReusedPaths, Reuses
-from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported, Untrusted
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
+from holdfast.ondisk import datafile, part
 from holdfast.policies.signing.keys import Signer
 from holdfast.repair.drop import Dropped, drop_from
+from holdfast.repair.rescue import rescuable
+from holdfast.run import journal
 from holdfast.run.keep import Keep, Kept
 from holdfast.run.steps import FEW, Steps
 from holdfast.storage.place import LIVING, Place
@@ -48,6 +51,7 @@ class KeptSteps(Steps):
         self._held: Counter[str] = Counter()
         self._going: frozenset[str] = frozenset()  # names of steps that are being deleted or lose sections
         self._dropped: set[str] = set()  # names of steps that have lost what they are to lose
+        self._left_alone: dict[str, dict[int, float | None]] = {}  # steps without a manifest that are kept, and metrics
         self._warned = False
 
     # What saves under way need
@@ -84,6 +88,7 @@ class KeptSteps(Steps):
         """There is a new save of a step: what is remembered of an older one of that name no longer holds."""
         self._citations.forget([self.path(step).name])
         self._dropped.discard(self.path(step).name)
+        self._left_alone.pop(self.path(step).name, None)
         self.passed.discard(self.path(step).name)
         self._counting.add(self.path(step).name)
 
@@ -92,7 +97,8 @@ class KeptSteps(Steps):
     def sweep(self, keep: Keep, just_saved: int | None, spare: Collection[Place]) -> None:
         """Delete committed steps, and sections of them, that no rule keeps (after a save), and what dead saves left.
 
-        Not in the folders to ``spare``, where saves are under way. Failures cost space alone.
+        Not in the folders to ``spare``, where saves are under way. On disk a step that has lost its manifest, and that
+        the rules keep, stays: it can be rescued. Failures cost space alone.
         """
         with self._gently():
             if just_saved is not None:
@@ -100,7 +106,7 @@ class KeptSteps(Steps):
                 committed = self.committed()
                 kept = self._verdict(keep, committed).and_whole([just_saved])
                 self._retire(committed, kept, max(committed, default=0), spare)
-            self._clean(spare)
+            self._clean(spare, keep)
 
     def kept(self, keep: Keep) -> Kept | None:
         """What of the committed steps a rule keeps; None if that is not known."""
@@ -130,7 +136,7 @@ class KeptSteps(Steps):
     def clean(self, spare: Container[Place]) -> None:
         """Delete what dead saves left, but not in the folders to ``spare``. Failures cost space alone."""
         with self._gently():
-            self._clean(spare)
+            self._clean(spare, None)
 
     def _verdict(self, keep: Keep, committed: dict[int, Place]) -> Kept:
         """What the rules keep of the steps that count. The others stay until a newer step counts."""
@@ -190,7 +196,7 @@ class KeptSteps(Steps):
         for name in names:
             self._swept.pop(name, None)
 
-    def _clean(self, spare: Container[Place]) -> None:
+    def _clean(self, spare: Container[Place], keep: Keep | None) -> None:
         now = time.monotonic()
         everything = self.folders()
         folders = [path for path in everything if not path.is_remote or now >= self._swept.get(path.name, now)]
@@ -200,9 +206,54 @@ class KeptSteps(Steps):
             if path not in spare:
                 done = path.name not in littered
                 if not done:
-                    done = _sweep_folder(path, lambda folder: cited().get(folder.name, set()))
+                    done = self._sweep_folder(path, lambda folder: cited().get(folder.name, set()), keep)
                 self._swept[path.name] = math.inf if done else now + LIVING
         self._swept = {path.name: self._swept[path.name] for path in everything if path.name in self._swept}
+
+    def _sweep_folder(self, path: Place, cited: Callable[[Place], Collection[str]], keep: Keep | None) -> bool:
+        """Whether nothing was left for later: what a living save may still need is."""
+        try:
+            record = read_manifest(path)
+        except NotACheckpoint:
+            return sweep_dead(path, cited, lambda going: self._is_left_alone(path, going, keep))
+        except (Damaged, Unsupported) as error:
+            log.debug("not swept: %s", error)
+            return True
+        return sweep_beside(path, record, cited)
+
+    def _is_left_alone(self, path: Place, going: Collection[str], keep: Keep | None) -> bool:
+        """Whether a folder without a manifest is a step that was committed once and that the rules still keep.
+
+        The journal knows what was committed; without one nothing is left alone. What the rules do not keep goes: a
+        retirement may have died between the manifest and the data. In a store deleting the manifest is how steps are
+        deleted by hand: there the data goes too, but not in silence.
+        """
+        data = [file for file in going if datafile.save_of(file) is not None]
+        if not data or any(part.save_of(file) for file in going):
+            return False
+        step, was_left = self.step_of(path.name), path.name in self._left_alone
+        entries = [] if was_left else journal.read(self.root)
+        saved = {entry.step: entry.metric for entry in entries if entry.step == step and entry.outcome == "saved"}
+        past = self._left_alone.pop(path.name, saved)
+        if not past and (entries or not _is_whole(path)):  # a save that was killed
+            return False
+        if keep is not None and not self._keeps(keep, past or {step: None}):
+            return False
+        if not past or keep is None or path.is_remote:
+            log.warning("%s holds %d data files and no manifest.json: they are deleted", path, len(data))
+            return False
+        self._left_alone[path.name] = past
+        if not was_left:
+            log.warning(
+                "%s was committed and has lost its manifest.json: it is left alone. `holdfast rescue %s --like STEP`, "
+                "with another step of the run, brings it back; `holdfast prune %s --orphans --yes` deletes it",
+                path, path, path,
+            )  # fmt: skip
+        return True
+
+    def _keeps(self, keep: Keep, past: dict[int, float | None]) -> bool:
+        """Whether the rules would keep a step if it were still committed."""
+        return not past.keys().isdisjoint(keep.kept({**self._rated(keep, self.committed()), **past}))
 
     def _littered(self, folders: list[Place]) -> set[str]:
         """Names of those folders that may hold what dead saves left. In a store, many are looked at in one listing."""
@@ -225,13 +276,10 @@ class KeptSteps(Steps):
             log.warning("sweeping %s failed: %s", self.root, error)
 
 
-def _sweep_folder(path: Place, cited: Callable[[Place], Collection[str]]) -> bool:
-    """Whether nothing was left for later: what a living save may still need is."""
+def _is_whole(path: Place) -> bool:
+    """Whether the data files alone make a checkpoint: those of a save that was killed hardly ever do."""
     try:
-        record = read_manifest(path)
-    except NotACheckpoint:
-        return sweep_dead(path, cited)
-    except (Damaged, Unsupported) as error:
-        log.debug("not swept: %s", error)
+        rescuable(path)
         return True
-    return sweep_beside(path, record, cited)
+    except (Damaged, Mismatch, NotACheckpoint, Unsupported):
+        return False

@@ -16,7 +16,7 @@ from holdfast.commit.commit import commit_late
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
-from holdfast.ondisk import manifest
+from holdfast.ondisk import datafile, manifest
 from holdfast.run import going_back
 from holdfast.run.going_back import WentBack
 from holdfast.run.keep import best_of
@@ -246,6 +246,7 @@ class Steps:
         else:
             committed = self.committed()
             if step not in committed:
+                refuse_uncommitted(self.path(step))
                 steps = ", ".join(map(str, committed)) or "none"
                 raise NotACheckpoint(f"there is no step {step} in {self.root}; its steps are {steps}")
             path = committed[step]
@@ -312,6 +313,16 @@ class Steps:
 def best_step(tiers: Iterable[Steps], mode: Literal["min", "max"]) -> int | None:
     """The number of the best step that counts, of all ``tiers``; None if none has a metric. Raises StorageError."""
     return best_of({step: tier.metric(path) for tier in tiers for step, path in tier.current().items()}, mode)
+
+
+def refuse_uncommitted(path: Place) -> None:
+    """Raise NotACheckpoint if the folder of a step has data and no manifest: its files may be all that is left."""
+    if any(datafile.save_of(file) is not None for file in path.files_below()):
+        raise NotACheckpoint(
+            f"{path} holds data but no manifest.json: a save that never committed, or its manifest was deleted. "
+            f"`holdfast doctor {path}` says which; `holdfast rescue {path} --like STEP` brings a whole one back, with "
+            "another step of the run as STEP"
+        )
 
 
 def _pattern_of(name: str) -> re.Pattern[str]:

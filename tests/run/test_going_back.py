@@ -26,6 +26,8 @@ from holdfast.run.prune import prune
 from holdfast.storage.memory import Memory
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
+from holdfast.storage.uploads import Upload
+from holdfast.storage.urls import location
 from tests import pool
 
 
@@ -339,3 +341,90 @@ def test_prune_keeps_the_step_that_training_goes_on_from(root: Path | Place) -> 
     with run(root) as manager:
         loaded = manager.restore(state_at(0))
         assert loaded is not None and loaded.step == 450
+
+
+# Steps that have lost their manifest
+
+
+def without_manifest(root: Path | Place, step: int) -> Path | Place:
+    (location(root) / f"step-{step}" / "manifest.json").delete()
+    return root / f"step-{step}"
+
+
+def test_a_named_step_without_a_manifest_stays(root: Path | Place) -> None:
+    """`restore` once swept it first, and then said that there was no such step."""
+    with run(root) as manager:
+        train(manager, 100, 300)
+    folder = location(without_manifest(root, 300))
+    with run(root) as manager, pytest.raises(NotACheckpoint, match=r"step-300 holds data but no manifest.*rescue"):
+        files = folder.files_below()
+        manager.restore(state_at(0), step=300)
+    assert folder.files_below() == files
+    holdfast.tools.rescue(folder, like=root / "step-200")
+    with run(root) as manager:
+        loaded = manager.restore(state := state_at(0), step=300)
+        assert loaded is not None and float(state["w"][0]) == 300
+
+
+def test_a_named_step_without_a_manifest_stays_on_the_fast_tier(tmp_path: Path) -> None:
+    tiers: dict[str, Any] = {"fast": tmp_path / "fast", "upload": Upload(every=1000, newest=False)}
+    with run(tmp_path / "run", **tiers) as manager:
+        train(manager, 100, 300)
+    folder = location(without_manifest(tmp_path / "fast", 300))
+    with run(tmp_path / "run", **tiers) as manager:
+        with pytest.raises(NotACheckpoint, match=r"fast/step-300 holds data but no manifest.*rescue"):
+            manager.restore(state_at(0), step=300)
+        assert folder.files_below()
+
+
+def test_a_step_that_lost_its_manifest_stays_as_long_as_the_rules_keep_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run(tmp_path) as manager:
+        train(manager, 100, 300)
+    folder = without_manifest(tmp_path, 300)
+    caplog.set_level(logging.INFO, "holdfast")
+    with run(tmp_path, keep=Keep(last=2)) as manager:
+        loaded = manager.restore(state_at(0))
+        assert loaded is not None and loaded.step == 200 and list(folder.rglob("*.safetensors"))
+        manager.save(250, state_at(250))
+        assert list(folder.rglob("*.safetensors"))
+        warned = [record for record in caplog.records if "is left alone" in record.getMessage()]
+        assert len(warned) == 1 and f"holdfast rescue {folder} --like" in warned[0].getMessage()
+        train(manager, 400, 500)
+        assert manager.steps() == [400, 500] and not folder.exists()
+
+
+def test_training_saves_a_step_again_that_lost_its_manifest(tmp_path: Path) -> None:
+    with run(tmp_path) as manager:
+        train(manager, 100, 300)
+    without_manifest(tmp_path, 300)
+    with run(tmp_path) as manager:
+        manager.restore(state_at(0))
+        train(manager, 300, 300, course=7)
+        assert manager.steps() == [100, 200, 300] and value(tmp_path, 300) == 307
+
+
+def test_whole_data_files_without_a_journal_are_not_deleted_in_silence(
+    root: Path | Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run(root, journal=False) as manager:
+        train(manager, 100, 200)
+    folder = location(without_manifest(root, 200))
+    caplog.set_level(logging.INFO, "holdfast")
+    with run(root, journal=False) as manager:
+        manager.restore(state_at(0))
+    if not folder.is_remote:  # in a store they are too young to be a dead save's
+        assert not folder.exists()
+        assert any("data files and no manifest.json: they are deleted" in r.getMessage() for r in caplog.records)
+
+
+def test_a_killed_save_is_deleted_quietly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with run(tmp_path) as manager:
+        train(manager, 100, 200)
+    holdfast.save(state_at(300), tmp_path / "step-300")
+    folder = without_manifest(tmp_path, 300)
+    caplog.set_level(logging.INFO, "holdfast")
+    with run(tmp_path) as manager:
+        manager.restore(state_at(0))
+    assert not folder.exists() and not [r for r in caplog.records if r.levelno >= logging.WARNING]

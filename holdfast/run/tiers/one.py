@@ -85,9 +85,12 @@ class OneRoot:
         steps = self.fast
         if not refused:
             steps.commit_late(patience)
+        # A step that is named is looked for before anything goes: what lacks a manifest may be what is asked for.
+        chosen = None if options.step is None else steps.chosen(options.step, self._options.keep.mode)
+        if not refused:
             steps.sweep(self._options.keep, None, spare)
-        if options.step is not None:
-            return steps.chosen(options.step, self._options.keep.mode).name
+        if chosen is not None:
+            return chosen.name
         doubtful = self._doubtful()
         newest = steps.newest([*refused, *doubtful], complete=options.complete, run=options.of_run)
         if newest is None and doubtful:  # what is damaged may not be what is asked for: loading tells

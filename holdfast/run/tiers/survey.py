@@ -24,7 +24,7 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import Keys
 from holdfast.run.options import ManagerOptions, RestoreOptions
 from holdfast.run.retention import KeptSteps
-from holdfast.run.steps import best_step
+from holdfast.run.steps import best_step, refuse_uncommitted
 from holdfast.run.tiers.nodes import News, Nodes
 from holdfast.run.whole import lacking_files
 from holdfast.storage.place import Place
@@ -237,6 +237,7 @@ class Survey:
     def _asked_for(self, step: int | Literal["best"], steps: list[int]) -> int:
         if step != "best":
             if step not in steps:
+                refuse_uncommitted(self.fast.path(step))
                 there = ", ".join(map(str, reversed(steps))) or "none"
                 raise NotACheckpoint(f"there is no step {step} of {self.store.root} in either tier; there are {there}")
             return step

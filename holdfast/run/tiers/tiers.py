@@ -129,6 +129,8 @@ class Tiers:
         self, state: dict[str, Any], options: RestoreOptions, patience: float, spare: Collection[Place]
     ) -> Loaded | None:  # fmt: skip
         """`Survey.restore`; uploads begin after it, as they would take disk and network from it."""
+        if isinstance(options.step, int):  # what lacks a manifest may be what is asked for
+            spare = {*spare, self.fast.path(options.step)}
         try:
             return self._survey.restore(state, options, patience, spare)
         finally:
