@@ -199,7 +199,7 @@ def test_a_damaged_source_gives_no_target(source: Path, tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     for to in FORMATS:
-        with pytest.raises(holdfast.errors.Damaged, match="is altered: bytes .* have another sum"):
+        with pytest.raises(holdfast.errors.Damaged, match="is altered: bytes .* have another checksum"):
             holdfast.convert(tmp_path / "c", tmp_path / "t", to=to)
         assert not (tmp_path / "t").exists()
     holdfast.convert(tmp_path / "c", tmp_path / "t", verify=False)

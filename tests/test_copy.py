@@ -242,10 +242,10 @@ def test_a_copy_of_a_checkpoint_that_has_lost_sections(tmp_path: Path) -> None:
 
 
 HARM = {
-    "block": (lambda path: flip(large(path), -5), "another sum"),
+    "block": (lambda path: flip(large(path), -5), "another checksum"),
     "header": (lambda path: flip(large(path), 40), "altered header"),
     "length": (lambda path: flip(large(path), 0), "altered header"),
-    "small file": (lambda path: flip(next((path / "optimizer").iterdir()), -1), "another sum"),
+    "small file": (lambda path: flip(next((path / "optimizer").iterdir()), -1), "another checksum"),
     "cut": (lambda path: os.truncate(large(path), 1 << 20), "the manifest says"),
     "missing": (lambda path: large(path).unlink(), "is missing"),
     "attachment": (lambda path: flip(path / "attachments" / "config.json", 3), "its digest"),

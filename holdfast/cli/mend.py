@@ -15,7 +15,7 @@ from holdfast.cli.errors import Code, code_of
 from holdfast.doctor.mending import mending, not_by_headers, steps_in
 from holdfast.errors import HoldfastError, Mismatch
 from holdfast.inspect.runs import run_at
-from holdfast.read.damage import Damage, Verified
+from holdfast.read.damage import Damage, Verified, by_fault, hit_by
 from holdfast.repair.repair import Repaired
 from holdfast.repair.rescue import Rescued
 from holdfast.storage.place import Place
@@ -65,15 +65,15 @@ def _show_verified(report: Verified, hint: str) -> None:
 
 
 def _show_damages(damages: tuple[Damage, ...]) -> None:
-    """Print a line for each."""
+    """Print a line for each fault."""
     output.table(
         ("hit", "bytes", "file", "what"),
         (
             (
-                str(damage) if damage.tensor or damage.value else "", f"{damage.begin}:{damage.begin + damage.nbytes}",
-                damage.file, damage.what.removeprefix(damage.file).partition(";")[0].strip(),
+                hit_by(fault), f"{fault[0].begin}:{fault[0].begin + fault[0].nbytes}", fault[0].file,
+                fault[0].what.removeprefix(fault[0].file).partition(";")[0].strip(),
             )
-            for damage in damages
+            for fault in by_fault(damages)
         ),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
@@ -18,6 +18,7 @@ from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, St
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.ranks.heartbeat import amount
+from holdfast.read.damage import Damage, by_fault, hit_by
 from holdfast.repair.rescue import rescuable
 from holdfast.run import going_back
 from holdfast.run.going_back import WentBack
@@ -80,6 +81,11 @@ def _damaged(text: str, mend: str) -> Finding:
     return Finding(NAME, "fail", text, mend, "damaged")
 
 
+def _faults(hurt: Iterable[Damage], mend: str) -> list[Finding]:
+    """One finding for each of the first faults, however many tensors it hits."""
+    return [_damaged(f"{hit_by(fault) or fault[0].file}: {fault[0].what}", mend) for fault in by_fault(hurt)[:FEW]]
+
+
 def _checkpoint_around(place: Place) -> Place | None:
     """The checkpoint that a file or folder is a part of."""
     for above in (place.parent, place.parent.parent):
@@ -121,7 +127,7 @@ def _ours(place: Place) -> list[Finding]:
     findings = [_damaged(text, advised) for text in list(lacking_files(place, record).values())[:FEW]]
     if not findings:
         hurt = Checkpoint(place).verify(deep=False, raises=False).damages
-        findings = [_damaged(f"{one}: {one.what}", advised) for one in hurt[:FEW]]
+        findings = _faults(hurt, advised)
     lost = dropped_of(record)
     if lost:
         text = f"it has lost {', '.join(lost)} since it was saved"
@@ -312,7 +318,7 @@ def _foreign(place: Place, files: Sequence[str]) -> list[Finding]:
     except Unsupported as error:
         return [Finding(NAME, "fail", str(error), formats, "damaged")]
     if hurt:
-        return [_damaged(f"{one}: {one.what}", BRING_BACK) for one in hurt[:FEW]]
+        return _faults(hurt, BRING_BACK)
     text = f"{place} is read as {opened.format}: {len(opened.tensors)} tensors, all files are there"
     return [Finding(NAME, "ok", f"{text}; {command('verify', place)} reads every byte")]
 

@@ -71,6 +71,15 @@ def in_section(name: str) -> str:
     return name[name.find("/") + 1 :]
 
 
+def from_section(section: str, short: str) -> str:
+    """The name of what a data file of ``section`` calls ``short``: a name, or a key that begins with one.
+
+    What lies directly at the top is in the section ``state``; a name with more keys there begins with that section.
+    """
+    at_the_top = section == TOP_SECTION and "/" not in short.partition("@")[0]  # after an @ it is the inside of a value
+    return short if at_the_top else f"{section}/{short}"
+
+
 def under(name: str, prefix: str) -> bool:
     """Whether ``name`` is ``prefix`` or lies below it."""
     return not prefix or name == prefix or name.startswith(prefix + "/")

@@ -17,6 +17,9 @@ from holdfast.ondisk.box import Box, flat_boxes
 from holdfast.ondisk.manifest import Manifest
 from holdfast.storage.place import Place
 
+FIRST = 2
+"""Tensors that a row of a table names at the most."""
+
 NAMED = 12
 """Tensors that a line of an error names at the most; the report has all of them."""
 
@@ -154,6 +157,24 @@ def tensors_hit(damaged: Iterable[Damage], record: Manifest) -> tuple[str, ...]:
     """Every name under which a tensor that is hit can be asked for."""
     hit = dict.fromkeys(damage.tensor for damage in damaged if damage.tensor)
     return (*hit, *(alias for alias, name in record.aliases.items() if name in hit))
+
+
+def by_fault(damaged: Iterable[Damage]) -> list[list[Damage]]:
+    """The damages of each fault, in order: a file that is missing is one, whatever the number of tensors in it."""
+    faults: dict[tuple[str, str, int, int], list[Damage]] = {}
+    for one in damaged:
+        faults.setdefault((one.file, one.what, one.begin, one.nbytes), []).append(one)
+    return list(faults.values())
+
+
+def hit_by(fault: Sequence[Damage]) -> str:
+    """What the damages of one fault hit, of many the number and the first names; empty if nothing needs the bytes."""
+    hits = [str(one) for one in fault if one.tensor or one.value]
+    if len(hits) < 2:
+        return "".join(hits)
+    kinds = "tensors" if all(one.tensor for one in fault) else "tensors and values"
+    more = f" … and {len(hits) - FIRST} more" if len(hits) > FIRST else ""
+    return f"{len(hits)} {kinds}: {', '.join(hits[:FIRST])}{more}"
 
 
 def error_of(path: object, damaged: Sequence[Damage]) -> Damaged:

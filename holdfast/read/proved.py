@@ -82,7 +82,7 @@ class ProvedFile:
     def _faults(self, blocks_here: list[_Block], data: memoryview, origin: int) -> None:
         for begin, nbytes, total in blocks_here:
             if total is not None and blocks.block_sum(data[begin - origin : begin - origin + nbytes]) != total:
-                raise ValueError(f"is altered: bytes {begin}:{begin + nbytes} have another sum")
+                raise ValueError(f"is altered: bytes {begin}:{begin + nbytes} have another checksum")
         self.unverified += sum(block.nbytes for block in blocks_here if block.sum is None)
 
     def _proved(self, begin: int, end: int, check: Callable[[memoryview], object]) -> memoryview:

@@ -17,7 +17,7 @@ from holdfast.buffers.memory import move
 from holdfast.buffers.scatter import Streams, narrowed, ready_for_threads, scatter, scatter_small
 from holdfast.buffers.stage import host_view
 from holdfast.errors import Damaged
-from holdfast.ondisk import blocks, dtypes
+from holdfast.ondisk import blocks, dtypes, names
 from holdfast.ondisk.box import intersect, relative
 from holdfast.read.files import ASKERS, Files
 from holdfast.read.ranges import Overlap, Range, Verify, is_straight, jobs_of, ranges_of, rounds_up
@@ -245,6 +245,7 @@ def is_right(r: Range, data: memoryview) -> bool:
 
 
 def altered(path: Place, r: Range) -> Damaged:
-    """The error of a block whose bytes have another sum, in a file of a section: only ours have sums."""
-    what = f"is altered: bytes {r.begin}:{r.begin + r.nbytes}, in {r.key}, have another sum"
+    """The error of a block whose bytes have another sum, in a file of a section, its folder: only ours have sums."""
+    name = names.from_section(path.parent.name, r.key)
+    what = f"is altered: bytes {r.begin}:{r.begin + r.nbytes}, in {name}, have another checksum"
     return damaged(path, what, path.parent.parent)

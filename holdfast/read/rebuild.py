@@ -82,7 +82,7 @@ def rebuilt(files: Sequence[DataFile]) -> Rebuilt:
             if "@" in key:
                 path, _, rank = key.partition("@")
                 if rank.isdigit():
-                    values.setdefault(_full_name(file.section, path), {})[int(rank)] = index
+                    values.setdefault(names.from_section(file.section, path), {})[int(rank)] = index
             else:
                 _add(made, tensors, file, index, piece, shapes)
     for name, tensor in tensors.items():
@@ -96,17 +96,12 @@ def rebuilt(files: Sequence[DataFile]) -> Rebuilt:
     return made
 
 
-def _full_name(section: str, short: str) -> str:
-    """A tensor directly at the top is in the section `state`; a name with more keys there begins with that section."""
-    return short if section == names.TOP_SECTION and "/" not in short else f"{section}/{short}"
-
-
 def _add(
     made: Rebuilt, tensors: dict[str, _Tensor], file: DataFile, index: int, piece: Piece,
     shapes: dict[str, tuple[int, ...]],
 ) -> None:  # fmt: skip
     base = datafile.base_of(piece.key)
-    name, shape = _full_name(file.section, base), shapes.get(base, piece.lengths)
+    name, shape = names.from_section(file.section, base), shapes.get(base, piece.lengths)
     try:
         box = parse(piece.key[len(base) :]) if piece.key != base else whole(shape)
     except ValueError as error:

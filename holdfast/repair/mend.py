@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from holdfast.errors import Damaged, StorageError
 from holdfast.events import log
-from holdfast.ondisk import datafile
+from holdfast.ondisk import datafile, names
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.datafile import Header
 from holdfast.ondisk.manifest import FileRecord
@@ -177,7 +177,8 @@ class _Work:
             self.done.mended.append(Mended(self.name, begin, len(gift.data), gift.source))
 
     def _leave(self, block: _Block) -> None:
-        what = f"{self.name} is altered: bytes {block.begin}:{_end(block)}, in {block.key}, and no source has them"
+        name = names.from_section(self.file.path.split("/")[-2], block.key)
+        what = f"{self.name} is altered: bytes {block.begin}:{_end(block)}, in {name}, and no source has them"
         self.done.left.append(Fault(self.index, block.begin, block.nbytes, block.key, block.at, what))
 
 

@@ -82,6 +82,16 @@ def test_damage_is_found_and_repaired(run: Any, saved: Path) -> None:
     assert "nothing to repair" in run("repair", saved)[1]
 
 
+def test_a_missing_file_is_one_row(run: Any, tmp_path: Path) -> None:
+    holdfast.save({"model": {f"w{n}": torch.ones(3) for n in range(12)}}, tmp_path / "c")
+    next((tmp_path / "c" / "model").iterdir()).unlink()
+    code, out, _ = run("verify", tmp_path / "c")
+    rows = [line for line in out.splitlines() if "is missing" in line]
+    assert code == Code.DAMAGED and len(rows) == 1
+    assert rows[0].startswith("12 tensors: model/w0[0:3], model/w1[0:3] … and 10 more ")
+    assert len(json.loads(run("verify", tmp_path / "c", "--json")[1])["damages"]) == 12, "the report has all of them"
+
+
 def test_a_run_is_verified_step_by_step(run: Any, tmp_path: Path) -> None:
     for step in (1, 2, 3, 10):
         holdfast.save({"model": {"w": torch.full((2000,), float(step))}}, tmp_path / f"step-{step}", step=step)

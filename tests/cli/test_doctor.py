@@ -118,6 +118,13 @@ def test_the_command_that_it_prescribes_is_the_right_one(tmp_path: Path, run: Ru
     assert run(*found["mend"].split()[1:])[0] == Code.FINE and "--like" not in found["mend"]
 
 
+def test_a_file_with_a_bad_header_is_told_of_once(tmp_path: Path, run: Run) -> None:
+    holdfast.save({"model": {f"w{n}": torch.ones(3) for n in range(12)}}, tmp_path / "c")
+    flip(next((tmp_path / "c" / "model").iterdir()), 100)
+    code, [found] = _checkpoint(run, tmp_path / "c")
+    assert code == Code.DAMAGED and found["text"].startswith("12 tensors: model/w0[0:3], model/w1[0:3] … and 10 more: ")
+
+
 def test_a_step_that_borrowed_files_is_rescued_from_a_copy(steps: Path) -> None:
     newest = steps / "step-000000500"
     copy = shutil.copytree(newest, steps.parent / "copy")

@@ -243,7 +243,7 @@ def test_verify_reads_what_is_cited(tmp_path: Path) -> None:
     data[-1] ^= 1
     cited.write_bytes(data)
     for step in (1, 2, 3):
-        with pytest.raises(holdfast.errors.Damaged, match="another sum"):
+        with pytest.raises(holdfast.errors.Damaged, match="another checksum"):
             holdfast.open(tmp_path / f"step-{step}").verify()
 
 

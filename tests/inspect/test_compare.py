@@ -145,7 +145,7 @@ def test_damage_is_no_difference(tmp_path: Path) -> None:
     a = opened(tmp_path / "a", {"m": {"w": torch.zeros(1000)}})
     b = opened(tmp_path / "b", {"m": {"w": torch.ones(1000)}})
     flip(next((tmp_path / "b" / "m").iterdir()), 5000)
-    with pytest.raises(holdfast.errors.Damaged, match="m/w|in w"):
+    with pytest.raises(holdfast.errors.Damaged, match="in m/w, have"):
         list(compare(a, b))
 
 

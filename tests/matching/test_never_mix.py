@@ -94,7 +94,7 @@ def test_blocks_of_another_save_behind_the_right_header_are_found(tmp_path: Path
     one, other = _saved(tmp_path / "one", 1), _saved(tmp_path / "other", 2)
     data, theirs = _data(one).read_bytes(), _data(other).read_bytes()
     _data(one).write_bytes(data[:4096] + theirs[4096:])
-    with pytest.raises(holdfast.errors.Damaged, match="have another sum"):
+    with pytest.raises(holdfast.errors.Damaged, match="have another checksum"):
         holdfast.open(one).state_dict()
 
 

@@ -64,3 +64,12 @@ def test_child_and_under(path: list[str], key: str) -> None:
     assert not names.under(name, child)
     assert not names.under(name + "x", name)
     assert names.child("", key) == names.escape(key)
+
+
+@given(st.lists(keys, min_size=1, max_size=4))
+def test_a_section_and_what_is_in_it_make_the_name(path: list[str]) -> None:
+    name = names.join(path)
+    section, short = names.section_of(name), names.in_section(name)
+    if (section, len(path)) != (names.TOP_SECTION, 2):  # there `state/x` and `x` are called alike
+        assert names.from_section(section, short) == name
+        assert names.from_section(section, f"{short}@3/a/b") == f"{name}@3/a/b"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ondisk.box import Box
-from holdfast.read.damage import Damage, _hit, error_of
+from holdfast.read.damage import Damage, _hit, by_fault, error_of, hit_by
 
 
 @given(data=st.data())
@@ -35,3 +35,14 @@ def test_an_error_tells_each_fault_once_and_does_not_drown() -> None:
     hurt = [Damage("f", "f is missing", f"t{n}", Box((), ())) for n in range(100)] + [Damage("g", "g is altered")]
     text = str(error_of("here", hurt))
     assert text.count("f is missing") == 1 and "t0" in text and "and 88 more" in text and text.endswith("g is altered")
+
+
+def test_a_fault_is_one_row_whatever_it_hits() -> None:
+    missing = [Damage("f", "f is missing", f"t{n}", Box((), ()), nbytes=9) for n in range(12)]
+    blocks = [Damage("g", f"g is altered at {at}", "w", Box((), ()), begin=at, nbytes=4) for at in (0, 4)]
+    value, nobody = Damage("h", "h is missing", value="x@0"), Damage("config", "config is missing")
+    assert by_fault([*missing, *blocks]) == [missing, [blocks[0]], [blocks[1]]]
+    assert hit_by(missing) == f"12 tensors: {missing[0]}, {missing[1]} … and 10 more"
+    assert hit_by(missing[:2]) == f"2 tensors: {missing[0]}, {missing[1]}"
+    assert (hit_by(blocks[:1]), hit_by([nobody])) == (str(blocks[0]), "")
+    assert hit_by([missing[0], value]) == f"2 tensors and values: {missing[0]}, value x@0"

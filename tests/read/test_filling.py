@@ -214,7 +214,7 @@ def test_what_is_mapped_is_verified_unless_told_otherwise(saved: Path, state: di
     data[at + 5000] ^= 1
     file.write_bytes(data)
     for verify in (True, "blocks"):
-        with pytest.raises(holdfast.errors.Damaged, match=r"is altered: bytes .* in big"):
+        with pytest.raises(holdfast.errors.Damaged, match=r"is altered: bytes .* in model/big, have another checksum"):
             holdfast.open(folder).state_dict(mmap=True, verify=verify)  # type: ignore[arg-type]
     found = holdfast.open(folder).state_dict(mmap=True, verify=False)
     assert not torch.equal(found["model"]["big"], state["model"]["big"])

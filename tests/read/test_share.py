@@ -129,7 +129,7 @@ def test_damage_is_found_by_one_and_told_to_all(hosts: int, tmp_path: Path) -> N
         data.write(b"\xff\xfe\xfd")
     errors = pool.attempt(4, share_trials.load_big, str(tmp_path / "c"), {}, hosts)
     assert len({error.text for error in errors}) == 1 and "Damaged" in errors[0].kinds
-    assert file.name in errors[0].text and "is altered" in errors[0].text and "in b[" in errors[0].text
+    assert file.name in errors[0].text and "is altered" in errors[0].text and "in model/b[" in errors[0].text
     assert errors[0].text.count("; the state may be filled in part: load again before you use it") == 1
 
 

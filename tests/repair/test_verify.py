@@ -115,7 +115,7 @@ def test_no_byte_of_cached_pages_is_passed_over(tmp_path: Path) -> None:
             for at in sorted(at for at in borders if at < spot.nbytes):
                 flip(spot.file, spot.begin + at)
                 assert found_in(tmp_path / "c") == {(str(spot.file), spot.tensor, spot.box, spot.begin, spot.nbytes)}
-                with pytest.raises(holdfast.errors.Damaged, match="have another sum"):
+                with pytest.raises(holdfast.errors.Damaged, match="have another checksum"):
                     holdfast.load(tmp_path / "c", {name: torch.zeros_like(t) for name, t in state.items()})
                 flip(spot.file, spot.begin + at)
     assert holdfast.tools.verify(tmp_path / "c").whole

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Damaged, NotACheckpoint, Untrusted
 from holdfast.events import log
-from holdfast.load import PARTLY_FILLED, Loaded, load
+from holdfast.load import Loaded, load, why
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.policies.signing.keys import signing
 from holdfast.ranks.ranks import Ranks
@@ -75,8 +75,7 @@ class OneRoot:
                 if options.step is not None:
                     raise
                 untrusted = error if isinstance(error, Untrusted) else untrusted
-                why = str(error).removesuffix(PARTLY_FILLED)  # the one before fills all of it
-                log.warning("%s cannot be restored, trying the one before: %s", name, why)
+                log.warning("%s cannot be restored, trying the one before: %s", name, why(error))
                 refused.append(name)
                 self.fast.broken.add(name)
 

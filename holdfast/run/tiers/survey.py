@@ -18,7 +18,7 @@ from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
-from holdfast.load import PARTLY_FILLED, Loaded, Options, load_opened
+from holdfast.load import Loaded, Options, load_opened, why
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import Keys
@@ -115,8 +115,7 @@ class Survey:
                     if options.step is not None:
                         raise
                     untrusted = error if isinstance(error, Untrusted) else untrusted
-                    why = str(error).removesuffix(PARTLY_FILLED)  # another one fills all of it
-                    log.warning("%s (%s) cannot be restored, trying another: %s", choice.name, choice.tier, why)
+                    log.warning("%s (%s) cannot be restored, trying another: %s", choice.name, choice.tier, why(error))
                     refused.add((choice.tier, choice.name))
                     # It gives way to its successor, and is not uploaded.
                     (self.fast if choice.tier == "fast" else self.store).broken.add(choice.name)

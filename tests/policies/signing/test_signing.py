@@ -197,7 +197,7 @@ def test_blocks_that_are_swapped_under_an_honest_manifest_are_found(tmp_path: Pa
         lambda opened: opened.verify(),
         lambda opened: holdfast.load(path, {"model": _state(2)["model"]}, only="model", require=PUBLIC),
     ):
-        with pytest.raises(holdfast.errors.Damaged, match="have another sum"):
+        with pytest.raises(holdfast.errors.Damaged, match="have another checksum"):
             use(holdfast.open(path, require=PUBLIC))
 
 
