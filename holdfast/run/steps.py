@@ -253,7 +253,10 @@ class Steps:
             path = committed[step]
         fault = fault_of(path)
         if fault is not None:
-            raise Damaged(f"{path} cannot be restored: {fault}")
+            raise Damaged(
+                f"{path} cannot be restored: {fault}; restore another step, or bring it back from a copy "
+                f"(`holdfast repair {path} --from COPY`)"
+            )
         return path
 
     def best(self, mode: Mode | None) -> Place | None:
