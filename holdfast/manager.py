@@ -287,7 +287,7 @@ class CheckpointManager:
         return self._home.steps()
 
     def best(self) -> Checkpoint | None:
-        """Return the step with the best metric, as ``keep.mode`` says; None if none has one. Any rank may ask."""
+        """Return the step with the best metric, by ``keep.mode`` or as recorded; None without one. Any rank may ask."""
         return self._home.best()
 
     def durability(self, step: int) -> Durability:

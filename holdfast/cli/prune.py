@@ -33,7 +33,7 @@ def prune(
         output.answer(swept, lambda: _show_orphans(swept), json=json)
         return
     keep = Keep(
-        last=last or 2, every=every, best=best or 0, mode="max" if highest else "min", optimizer_last=optimizer_last,
+        last=last or 2, every=every, best=best or 0, mode="max" if highest else None, optimizer_last=optimizer_last,
         model_every=model_every, optimizer=tuple(optimizer) if optimizer else "optim*",
     )  # fmt: skip
     done = pruned(root, keep, name=name, dry_run=not yes)

@@ -11,6 +11,9 @@ from typing import Literal, NamedTuple
 
 from holdfast.storage.uploads import Upload
 
+Mode = Literal["min", "max"]
+"""Whether the best metric is the smallest or the largest."""
+
 
 class Kept(NamedTuple):
     """What becomes of the committed steps: those to keep, those of them to keep ``whole``, what the others lose."""
@@ -36,7 +39,8 @@ class Keep:
         last: The newest so many, at least 1.
         every: Every step that is a multiple of it, for good.
         best: So many with the best ``metric`` given to `CheckpointManager.step`.
-        mode: ``"min"`` if less is better, ``"max"`` if more is.
+        mode: ``"min"`` if less is better, ``"max"`` if more is; by default as the run's steps have recorded it, else
+            ``"min"``.
         optimizer_last: Of the steps that these rules keep, only the newest so many keep their optimizer.
         model_every: Every step that is a multiple of it is kept for good, without its optimizer once no other rule
             keeps it.
@@ -46,14 +50,14 @@ class Keep:
         ValueError: A number is too small, or ``mode`` is neither.
 
     Example:
-        >>> holdfast.Keep(last=2, every=10_000, best=1).mode
-        'min'
+        >>> holdfast.Keep(last=2, every=10_000, best=1, mode="max").mode
+        'max'
     """
 
     last: int = 2
     every: int | None = None
     best: int = 0
-    mode: Literal["min", "max"] = "min"
+    mode: Mode | None = None
     optimizer_last: int | None = None
     model_every: int | None = None
     optimizer: str | tuple[str, ...] = "optim*"
@@ -65,7 +69,7 @@ class Keep:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"Keep({name}={value}) must be at least 1, or None")
-        if self.best < 0 or self.mode not in ("min", "max"):
+        if self.best < 0 or self.mode not in (None, "min", "max"):
             raise ValueError(f"Keep(best={self.best}, mode={self.mode!r}): best is 0 or more, mode is 'min' or 'max'")
 
     def kept(self, steps: Mapping[int, float | None]) -> set[int]:
@@ -100,12 +104,12 @@ class Keep:
         if self.every is not None:
             kept |= {s for s in newest if s % self.every == 0}
         if self.best:
-            rated = [(m if self.mode == "min" else -m, -s) for s, m in steps.items() if m is not None and m == m]
+            rated = [(-m if self.mode == "max" else m, -s) for s, m in steps.items() if m is not None and m == m]
             kept |= {-s for _, s in sorted(rated)[: self.best]}
         return kept
 
 
-def best_of(rated: Mapping[int, float | None], mode: Literal["min", "max"]) -> int | None:
+def best_of(rated: Mapping[int, float | None], mode: Mode) -> int | None:
     """The step with the best metric, the newest of several; None if none has one. NaN is no metric."""
     metrics = [(m if mode == "min" else -m, -step) for step, m in rated.items() if m is not None and m == m]
     return -min(metrics)[1] if metrics else None

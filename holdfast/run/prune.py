@@ -90,6 +90,7 @@ def prune(
     faults, lost = _looked_at(committed)
     behind = steps.behind(committed)
     counting = [step for step in committed if step not in behind] or list(committed)
+    keep = steps.judged(keep, {step: committed[step] for step in counting})
     rated = {step: steps.metric(committed[step]) if keep.best else None for step in counting}
     later = [step for step in behind if step > max(counting)]
     kept = _kept(keep, rated, faults, lost).and_whole(later)  # these stay as with a manager, until training passes them

@@ -30,6 +30,7 @@ class Record:
         self._options, self._ranks, self._home, self._recent = options, ranks, home, recent
         self._at: tuple[int, float | None] = (0, None)  # the newest step, and its metric
         self.figures = Figures()
+        self.mode = options.keep.mode  # or what the run has recorded, once that is known
         self.journal = Journal(root) if options.journal and ranks.first else None
 
     def arrived(self, step: int, metric: float | None) -> None:
@@ -76,7 +77,7 @@ class Record:
         return Now(
             step, time.time(), self._options.every, self._ranks.size, saving=None if saving is None else saving.step,
             since=None if saving is None else saving.began, step_seconds=self.figures.step_seconds,
-            metric=as_number(metric), mode=self._options.keep.mode, backlog=self._home.backlog(),
+            metric=as_number(metric), mode=self.mode or "min", backlog=self._home.backlog(),
         )  # fmt: skip
 
     def close(self, timeout: float) -> None:

@@ -19,8 +19,9 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 from holdfast.commit.folder import delete_checkpoints, may_hold_orphans, sweep_beside, sweep_dead
@@ -143,7 +144,13 @@ class KeptSteps(Steps):
         behind = self.behind(committed)
         counted = {step: path for step, path in committed.items() if step not in behind}
         newest = max(counted, default=-1)
+        if len(counted) > keep.last:
+            keep = self.judged(keep, counted)
         return keep.verdict(self._rated(keep, counted)).and_whole(step for step in behind if step > newest)
+
+    def judged(self, keep: Keep, committed: Mapping[int, Place]) -> Keep:
+        """The same rules, with the mode that the steps have recorded if they say none. Raises StorageError."""
+        return replace(keep, mode=self.metrics.mode(keep.mode, committed)) if keep.best else keep
 
     def _rated(self, keep: Keep, committed: dict[int, Place]) -> dict[int, float | None]:
         rated = keep.best and len(committed) > keep.last
@@ -253,7 +260,8 @@ class KeptSteps(Steps):
 
     def _keeps(self, keep: Keep, past: dict[int, float | None]) -> bool:
         """Whether the rules would keep a step if it were still committed."""
-        return not past.keys().isdisjoint(keep.kept({**self._rated(keep, self.committed()), **past}))
+        committed = self.committed()
+        return not past.keys().isdisjoint(self.judged(keep, committed).kept({**self._rated(keep, committed), **past}))
 
     def _littered(self, folders: list[Place]) -> set[str]:
         """Names of those folders that may hold what dead saves left. In a store, many are looked at in one listing."""

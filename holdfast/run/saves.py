@@ -85,7 +85,7 @@ class Saves:
         saving: Saving | None = None
         try:
             saving = self.saver.save(
-                state, path, step=step, base=base, files={**(self._options.files or {}), NOTES: note_of(metric)},
+                state, path, step=step, base=base, files={**(self._options.files or {}), NOTES: self._note_of(metric)},
                 overwrite=overwrite, run=run, label=self._home.label(step),
             )  # fmt: skip
         except BaseException as error:
@@ -104,6 +104,18 @@ class Saves:
             with self.raising():
                 saving.wait()
         return saving
+
+    def _note_of(self, metric: float | None) -> bytes:
+        """The metric; and with `Keep.best` the mode, by the rules or by what the run has recorded. The first rank's."""
+        if not self._options.keep.best:
+            return note_of(metric)
+        if self._record.mode is None and self._ranks.first:
+            store = self._home.store
+            try:
+                self._record.mode = store.metrics.mode(None, store.current())
+            except (Damaged, StorageError) as error:
+                log.warning("cannot tell which metric the steps of %s call the better one: %s", store.root, error)
+        return note_of(metric, self._record.mode)
 
     def _was_left_behind(self, step: int, path: Place) -> bool:
         """On the first rank, whose word counts: whether training left this step behind, and now makes it again."""

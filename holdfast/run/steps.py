@@ -19,8 +19,9 @@ from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest
 from holdfast.run import going_back
 from holdfast.run.going_back import WentBack
-from holdfast.run.keep import best_of
-from holdfast.run.whole import fault_of, metric_of
+from holdfast.run.keep import Mode, best_of
+from holdfast.run.metrics import Metrics
+from holdfast.run.whole import fault_of
 from holdfast.storage import storage
 from holdfast.storage.place import Place
 
@@ -55,9 +56,9 @@ class Steps:
         self.root, self._name, self._pattern = root, name, _pattern_of(name)
         self.broken: set[str] = set()
         self.passed: set[str] = set()
-        # Names of steps that were seen to be committed, and their metrics: each look into a store costs a request.
+        # Names of steps that were seen to be committed: each look into a store costs a request.
         self._known: set[str] = set()
-        self._metrics: dict[str, float | None] = {}
+        self.metrics = Metrics(root)
         self._went_back: WentBack | None = None
         self._asked_for_mark = False
         self._counting: set[str] = set()  # names of later steps that were looked at, and count
@@ -234,7 +235,7 @@ class Steps:
                 log.warning("%s is passed over: %s", path, fault)
         return next(iter(partial), None)
 
-    def chosen(self, step: int | Literal["best"], mode: Literal["min", "max"]) -> Place:
+    def chosen(self, step: int | Literal["best"], mode: Mode | None) -> Place:
         """The committed step of this number, or the best one that counts.
 
         Raises NotACheckpoint if there is none, Damaged if it is not whole, StorageError.
@@ -252,10 +253,13 @@ class Steps:
             path = committed[step]
         fault = fault_of(path)
         if fault is not None:
-            raise Damaged(f"{path} cannot be restored: {fault}")
+            raise Damaged(
+                f"{path} cannot be restored: {fault}; restore another step, or bring it back from a copy "
+                f"(`holdfast repair {path} --from COPY`)"
+            )
         return path
 
-    def best(self, mode: Literal["min", "max"]) -> Place | None:
+    def best(self, mode: Mode | None) -> Place | None:
         """Of the steps that count the one with the best metric, the newest of several; None if none has a metric."""
         step = best_step([self], mode)
         return None if step is None else self.path(step)
@@ -305,14 +309,18 @@ class Steps:
 
     def metric(self, path: Place) -> float | None:
         """The metric that a step was saved with; None if it was saved without. Raises StorageError."""
-        if path.name not in self._metrics or not path.is_remote:
-            self._metrics[path.name] = metric_of(path)
-        return self._metrics[path.name]
+        return self.metrics.of(path)
 
 
-def best_step(tiers: Iterable[Steps], mode: Literal["min", "max"]) -> int | None:
+def best_step(tiers: Iterable[Steps], said: Mode | None) -> int | None:
     """The number of the best step that counts, of all ``tiers``; None if none has a metric. Raises StorageError."""
-    return best_of({step: tier.metric(path) for tier in tiers for step, path in tier.current().items()}, mode)
+    rated: dict[int, float | None] = {}
+    mode: Mode = "min"
+    for tier in tiers:
+        current = tier.current()
+        mode = tier.metrics.mode(said, current) if current else mode
+        rated |= {step: tier.metric(path) for step, path in current.items()}
+    return best_of(rated, mode)
 
 
 def refuse_uncommitted(path: Place) -> None:

@@ -13,6 +13,7 @@ from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk.manifest import NOTES, Manifest, is_reused, origin_of, sibling_of
+from holdfast.run.keep import Mode
 from holdfast.storage.place import Place
 
 
@@ -55,24 +56,32 @@ def lacking_files(folder: Place, record: Manifest) -> dict[int, str]:
     return faults
 
 
-class _Notes(msgspec.Struct):
+class Notes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a manager notes with a step: its metric, and which of two metrics its run calls the better one."""
+
     metric: float | None = None
+    mode: Mode | None = None
 
 
-def note_of(metric: float | None) -> bytes:
+def note_of(metric: float | None, mode: Mode | None = None) -> bytes:
     """What is attached to a step, so that its metric can be found."""
-    return msgspec.json.encode(_Notes(None if metric is None else float(metric)))
+    return msgspec.json.encode(Notes(None if metric is None else float(metric), mode))
 
 
 def metric_of(path: Place) -> float | None:
-    """The metric that a manager noted with a step; None if it noted none, or what it noted is damaged.
+    """The metric that a manager noted with a step; None if it noted none. As `notes_of`."""
+    return notes_of(path).metric
+
+
+def notes_of(path: Place) -> Notes:
+    """What a manager noted with a step; nothing if it noted nothing, or what it noted is damaged.
 
     Raises StorageError if the disk or store does not tell: to take the step for one without a metric would delete the
     best one.
     """
     try:
-        return msgspec.json.decode(Checkpoint(path).attachment(NOTES), type=_Notes).metric
+        return msgspec.json.decode(Checkpoint(path).attachment(NOTES), type=Notes)
     except StorageError:
         raise
     except (HoldfastError, KeyError, msgspec.MsgspecError):
-        return None
+        return Notes()

@@ -59,7 +59,7 @@ def retention(args: Any, options: RunOptions) -> Retention:
     limit = args.save_total_limit
     has_best = args.metric_for_best_model is not None and args.eval_strategy != "no" and args.save_strategy != "no"
     for rule in (keep, keep_fast):
-        if args.load_best_model_at_end and rule.best and rule.mode != mode:
+        if args.load_best_model_at_end and rule.best and rule.mode not in (None, mode):
             raise ValueError(
                 f"Keep(best={rule.best}, mode={rule.mode!r}) would delete the step that load_best_model_at_end is to "
                 f"load: greater_is_better={args.greater_is_better} asks for mode={mode!r}"

@@ -176,7 +176,9 @@ def test_a_step_that_is_not_there_or_not_whole(root: Path | Place) -> None:
             manager.restore(state, step=250)
         lacking = next(path for path in (root / "step-200").files_below() if path.endswith(".safetensors"))
         (root / "step-200" / lacking).delete()
-        with pytest.raises(Damaged, match="step-200 cannot be restored: .* is missing"):
+        with pytest.raises(
+            Damaged, match="step-200 cannot be restored: .* is missing.*holdfast repair .*step-200 --from"
+        ):
             manager.restore(state, step=200)
         assert state["step"] == 0, "no other step is tried"
 
@@ -346,16 +348,17 @@ def test_prune_keeps_the_step_that_training_goes_on_from(root: Path | Place) -> 
 # Steps that have lost their manifest
 
 
-def without_manifest(root: Path | Place, step: int) -> Path | Place:
-    (location(root) / f"step-{step}" / "manifest.json").delete()
-    return root / f"step-{step}"
+def without_manifest(root: Path | Place, step: int) -> Place:
+    folder = location(root) / f"step-{step}"
+    (folder / "manifest.json").delete()
+    return folder
 
 
 def test_a_named_step_without_a_manifest_stays(root: Path | Place) -> None:
     """`restore` once swept it first, and then said that there was no such step."""
     with run(root) as manager:
         train(manager, 100, 300)
-    folder = location(without_manifest(root, 300))
+    folder = without_manifest(root, 300)
     with run(root) as manager, pytest.raises(NotACheckpoint, match=r"step-300 holds data but no manifest.*rescue"):
         files = folder.files_below()
         manager.restore(state_at(0), step=300)
@@ -370,7 +373,7 @@ def test_a_named_step_without_a_manifest_stays_on_the_fast_tier(tmp_path: Path) 
     tiers: dict[str, Any] = {"fast": tmp_path / "fast", "upload": Upload(every=1000, newest=False)}
     with run(tmp_path / "run", **tiers) as manager:
         train(manager, 100, 300)
-    folder = location(without_manifest(tmp_path / "fast", 300))
+    folder = without_manifest(tmp_path / "fast", 300)
     with run(tmp_path / "run", **tiers) as manager:
         with pytest.raises(NotACheckpoint, match=r"fast/step-300 holds data but no manifest.*rescue"):
             manager.restore(state_at(0), step=300)
@@ -386,13 +389,13 @@ def test_a_step_that_lost_its_manifest_stays_as_long_as_the_rules_keep_it(
     caplog.set_level(logging.INFO, "holdfast")
     with run(tmp_path, keep=Keep(last=2)) as manager:
         loaded = manager.restore(state_at(0))
-        assert loaded is not None and loaded.step == 200 and list(folder.rglob("*.safetensors"))
+        assert loaded is not None and loaded.step == 200 and folder.files_below()
         manager.save(250, state_at(250))
-        assert list(folder.rglob("*.safetensors"))
+        assert folder.files_below()
         warned = [record for record in caplog.records if "is left alone" in record.getMessage()]
         assert len(warned) == 1 and f"holdfast rescue {folder} --like" in warned[0].getMessage()
         train(manager, 400, 500)
-        assert manager.steps() == [400, 500] and not folder.exists()
+        assert manager.steps() == [400, 500] and not folder.files_below()
 
 
 def test_training_saves_a_step_again_that_lost_its_manifest(tmp_path: Path) -> None:
@@ -410,12 +413,12 @@ def test_whole_data_files_without_a_journal_are_not_deleted_in_silence(
 ) -> None:
     with run(root, journal=False) as manager:
         train(manager, 100, 200)
-    folder = location(without_manifest(root, 200))
+    folder = without_manifest(root, 200)
     caplog.set_level(logging.INFO, "holdfast")
     with run(root, journal=False) as manager:
         manager.restore(state_at(0))
     if not folder.is_remote:  # in a store they are too young to be a dead save's
-        assert not folder.exists()
+        assert not folder.files_below()
         assert any("data files and no manifest.json: they are deleted" in r.getMessage() for r in caplog.records)
 
 
@@ -427,4 +430,46 @@ def test_a_killed_save_is_deleted_quietly(tmp_path: Path, caplog: pytest.LogCapt
     caplog.set_level(logging.INFO, "holdfast")
     with run(tmp_path) as manager:
         manager.restore(state_at(0))
-    assert not folder.exists() and not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert not folder.files_below() and not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+# Which metric is the better one
+
+
+def test_the_mode_is_recorded_with_the_metric(root: Path | Place, caplog: pytest.LogCaptureFixture) -> None:
+    with run(root, keep=Keep(last=20, best=2, mode="max")) as manager:
+        train(manager, 100, 400, at_100=0.8, at_200=0.9, at_300=0.6, at_400=0.65)
+    with run(root) as manager:
+        best = manager.best()
+        assert best is not None and best.step == 200
+        loaded = manager.restore(state_at(0), step="best")
+        assert loaded is not None and loaded.step == 200
+    pruned = prune(root, Keep(last=1, best=1))
+    assert [fate.step for fate in pruned.steps if fate.goes == "nothing"] == [200, 400]
+    assert not [record for record in caplog.records if "mode=" in record.getMessage()]
+    with run(root, keep=Keep(mode="min")) as manager:
+        for _ in range(2):
+            best = manager.best()
+            assert best is not None and best.step == 300, "what is said counts"
+        assert len([record for record in caplog.records if "mode='min' counts" in record.getMessage()]) == 1
+
+
+def test_a_run_goes_on_with_the_mode_that_it_has_recorded(tmp_path: Path) -> None:
+    with run(tmp_path, keep=Keep(last=1, best=1, mode="max")) as manager:
+        train(manager, 100, 200, at_100=0.9, at_200=0.5)
+    with run(tmp_path, keep=Keep(last=1, best=1)) as manager:
+        manager.restore(state_at(0))
+        train(manager, 300, 500, at_300=0.7, at_400=0.95, at_500=0.6)
+        assert manager.steps() == [400, 500]
+    with run(tmp_path) as manager:
+        best = manager.best()
+        assert best is not None and best.step == 400
+
+
+def test_the_mode_is_recorded_on_tiers(tmp_path: Path) -> None:
+    tiers: dict[str, Any] = {"fast": tmp_path / "fast", "upload": Upload(every=1000, newest=False)}
+    with run(tmp_path / "run", **tiers, keep=Keep(best=1, mode="max")) as manager:
+        train(manager, 100, 200, at_100=0.9, at_200=0.5)
+    with run(tmp_path / "run", **tiers) as manager:
+        best = manager.best()
+        assert best is not None and best.step == 100

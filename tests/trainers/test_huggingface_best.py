@@ -268,7 +268,7 @@ def test_what_is_kept_follows_the_arguments(tmp_path):
         return retention(hf_runs.trainer_of(tmp_path, **args).args, options)
 
     assert rules().keep == Keep() and not rules().only_best
-    assert rules(save_total_limit=4).keep == TotalLimit(last=4)
+    assert rules(save_total_limit=4).keep == TotalLimit(last=4, mode="min")
     assert rules(CallbackOptions("run", keep=Keep(last=9)), save_total_limit=4).keep == Keep(last=9)
     best = rules(**BEST)
     assert (best.keep.best, best.keep.mode, best.keep_fast.best, best.only_best) == (1, "min", 1, True)
