@@ -16,7 +16,7 @@ from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
 from holdfast.export.live import LiveWork, check_live
 from holdfast.export.live_reader import gather_live
-from holdfast.export.work import MAX_SHARD_BYTES, Converted, ConvertWork, Options, To
+from holdfast.export.work import MAX_SHARD_BYTES, Converted, ConvertWork, Options, To, floating
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.ranges import Verify
@@ -29,7 +29,7 @@ from holdfast.storage.urls import location
 def convert(
     source: str | os.PathLike[str] | Place | Checkpoint | Saving | Mapping[str, Any],
     target: str | os.PathLike[str] | Place, *, to: To = "holdfast",
-    only: Patterns = "*", rename: Rename | None = None, dtype: torch.dtype | None = None, step: int | None = None,
+    only: Patterns = "*", rename: Rename | None = None, dtype: torch.dtype | str | None = None, step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES, extras: Extras | None = None, overwrite: bool = False,
     verify: Verify = True, group: torch.distributed.ProcessGroup | None = None, deadline: float = DEADLINE,
     remap: Remap | None = None,
@@ -54,7 +54,7 @@ def convert(
         only: What to take, by the source's names: a name, a path above names, a pattern, or several.
         rename: The source's names to others: a dict of names or leading paths, or a function. An empty new path drops
             the leading one. For Hugging Face, the source's names have no ``model/`` and have points.
-        dtype: What floating-point tensors become.
+        dtype: What floating-point tensors become: a dtype of torch, or its name.
         step: The step to note in the place of the source's, in our own format.
         max_shard_bytes: Bytes of tensors in one file at most. A target other than ``"torch"`` has as many files as
             needed.
@@ -83,7 +83,7 @@ def convert(
         >>> holdfast.convert("/ckpt/step-7", "/models/weights.pt", to="torch", only="model").nbytes > 0
         True
     """
-    options = Options(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify, remap)
+    options = Options(to, only, rename, floating(dtype), step, max_shard_bytes, extras, overwrite, verify, remap)
     options.check(target)
     if isinstance(source, Mapping):
         state = source

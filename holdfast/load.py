@@ -26,6 +26,7 @@ from holdfast.matching.differences import Loaded
 from holdfast.matching.hand_back import Filled, hand_back, hand_over_early
 from holdfast.matching.names import asked_of, names_of, own_names, with_named_ids
 from holdfast.matching.verdict import RankNote, Verdict, judge
+from holdfast.ondisk.arguments import PATH, PATTERNS, SECONDS, STATE, VERIFY, check, one_of
 from holdfast.ondisk.manifest import FORMAT
 from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, renamer, unfit_in_load
 from holdfast.policies.signing.keys import Keys
@@ -105,6 +106,7 @@ def load(
         >>> loaded.step
         7
     """
+    check({"path": PATH, "into": STATE, "deadline": SECONDS}, {"path": path, "into": into, "deadline": deadline})
     if require is not None and verify is False:
         raise ValueError("require= has every byte checked that is used: leave out verify=False, or require=")
     options = Options(only, rename, cast, missing, verify, share, run, other_model)
@@ -121,6 +123,11 @@ def load(
     return load_opened(opening, into, label, ranks, options, deadline=deadline)
 
 
+_TAKES = {
+    "only": PATTERNS, "missing": one_of("error", "keep"), "verify": VERIFY, "share": one_of("auto", "off"),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Options:
     """What is asked of a load; see `load`."""
@@ -135,10 +142,7 @@ class Options:
     other_model: bool = False
 
     def __post_init__(self) -> None:
-        if self.missing not in ("error", "keep"):
-            raise ValueError(f'missing is "error" or "keep", not {self.missing!r}')
-        if self.share not in ("auto", "off"):
-            raise ValueError(f'share is "auto" or "off", not {self.share!r}')
+        check(_TAKES, vars(self))
 
 
 def load_opened(

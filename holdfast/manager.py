@@ -7,13 +7,13 @@ committed manifest counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import index
 from typing import Any
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import SaveFailed, Unsupported
 from holdfast.events import log
 from holdfast.load import Loaded
+from holdfast.ondisk.arguments import STATE, counted
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import ranks_of
 from holdfast.run.interval import Advice
@@ -164,7 +164,7 @@ class CheckpointManager:
             >>> saving = manager.step(500, {"model": model, "step": 500}, metric=0.25)
             >>> manager.wait()
         """
-        step = index(step)
+        step = counted(step, state)
         due = step % self.every == 0 if due is None else due
         if due and metric is None and self.keep.best and not self._warned:
             self._warned = True
@@ -209,7 +209,7 @@ class CheckpointManager:
             >>> manager.save(7, {"model": model, "step": 7}).step
             7
         """
-        step = index(step)
+        step = counted(step, state)
         self._recent.settle()
         self._recent.hear()  # what has failed of the saves under way will not be raised any more
         saves = self._saves
@@ -264,6 +264,7 @@ class CheckpointManager:
             >>> manager.restore({"model": model}, step=500, only="model").step
             500
         """
+        STATE.check("state", state)
         self._recent.settle()
         patience = min(SURVIVORS, self._options.deadline / 2)  # the other ranks wait meanwhile
         loaded = self._home.restore(state, options, patience, self._saves.writing_to)

@@ -24,6 +24,7 @@ from holdfast.commit.gather import Attached
 from holdfast.commit.job import REHEARSAL, Base, Job
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import log
+from holdfast.ondisk.arguments import one_of
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.patterns import Patterns
 from holdfast.policies.replicas.compare import compared_by
@@ -49,6 +50,10 @@ LEAVE = 2.0
 class _Options(SaverOptions):
     group: dist.ProcessGroup | Ranks | None = None
 
+    def __post_init__(self) -> None:
+        one_of("process", "thread").check("worker", self.worker)
+        super().__post_init__()
+
 
 class Saver:
     """Saves in the background, next to training. Owns staging memory and a writer.
@@ -70,9 +75,7 @@ class Saver:
 
     @takes(_Options)
     def __init__(self, options: _Options) -> None:
-        worker, busy, slots = options.worker, options.busy, options.slots
-        if worker not in ("process", "thread") or busy not in ("wait", "skip") or slots < 1:
-            raise ValueError(f'worker={worker!r} is "process" or "thread", busy={busy!r} "wait" or "skip", slots >= 1')
+        worker, slots = options.worker, options.slots
         self._pool = BufferPool(worker, slots, limit_of(options.memory_limit, slots))
         self._options, self._deadline, self._sign = options, options.deadline, signing(options.sign)
         self.on_commit: Callable[[Place, Manifest], None] | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import PurePosixPath
@@ -23,7 +24,7 @@ from holdfast.cli.like import is_of_hub, made_like, names_of
 from holdfast.cli.options import bytes_of
 from holdfast.cli.remaps import map_of, show_proof
 from holdfast.export.huggingface import Extras, by_name, section_of
-from holdfast.export.work import Converted, To
+from holdfast.export.work import Converted, To, floating
 from holdfast.ondisk.patterns import TENSOR, selector
 from holdfast.read.ranges import Verify
 from holdfast.remap.proof import Proof
@@ -36,7 +37,6 @@ _TO: dict[Format, To] = {
 }  # fmt: skip
 _VERIFY: dict[Check, Verify] = {Check.yes: True, Check.blocks: "blocks", Check.no: False}
 _BY_SUFFIX = dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), Format.torch) | {".safetensors": Format.huggingface}
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
 def convert(
@@ -127,9 +127,8 @@ def _without(section: str, name: str) -> str:
 
 def _dtype_of(text: str | None) -> torch.dtype | None:
     """The dtype of a name, torch's or a usual short one. Raises typer.BadParameter."""
-    dtype = None if text is None else getattr(torch, _SHORT.get(text, text), None)
-    if text is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return dtype
+    with suppress(ValueError):
+        return floating(text)
     raise typer.BadParameter(f"--dtype {text} is not a floating dtype of torch: bfloat16, float16, float32, …")
 
 

@@ -22,6 +22,7 @@ from holdfast.export.partial import Journal, Partial, Row
 from holdfast.export.selection import Selection, cast, check_names, renamed, select
 from holdfast.matching.differences import counts_of
 from holdfast.ondisk import manifest, names
+from holdfast.ondisk.arguments import PATTERNS, VERIFY, check, whole
 from holdfast.ondisk.blocks import digest
 from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, renamer, selector
 from holdfast.ranks.ranks import Ranks
@@ -78,6 +79,21 @@ class Converted:
         return self.to == "huggingface" and not any(name.endswith("config.json") for name in self.beside)
 
 
+_TAKES = {"only": PATTERNS, "verify": VERIFY, "max_shard_bytes": whole(1, "a whole number of bytes")}
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+
+def floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating dtype of torch, also from its name or a usual short one. Raises ValueError for another one."""
+    found = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f'dtype={dtype!r}: give a floating dtype of torch, such as torch.bfloat16 or "bfloat16"')
+    return found
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments that say what the target is to be."""
@@ -94,16 +110,14 @@ class Options:
     remap: Remap | None = None
 
     def check(self, target: object) -> None:
+        check(_TAKES, vars(self))
+        floating(self.dtype)
         if self.to not in get_args(To):
             raise ValueError(f"to is one of {', '.join(map(repr, get_args(To)))}, not {self.to!r}")
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"dtype is a floating dtype, not {self.dtype}")
         if self.step is not None and self.to != "holdfast":
             raise ValueError('step goes with to="holdfast"; the other formats have no place for it')
         if self.extras is not None and self.to != "huggingface":
             raise ValueError('extras go with to="huggingface"')
-        if self.max_shard_bytes <= 0:
-            raise ValueError(f"max_shard_bytes is positive, not {self.max_shard_bytes}")
         path = str(target).partition("?")[0]
         if self.to == "huggingface" and path.endswith(".safetensors"):
             folder = path.removesuffix(".safetensors")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from holdfast.errors import Mismatch
+from holdfast.ondisk.arguments import PATTERNS
 from holdfast.ondisk.manifest import Manifest
 
 Patterns = str | Sequence[str]
@@ -26,6 +27,7 @@ TENSOR = "no tensor that"
 
 def patterns_in(only: Patterns, said: str = "only=") -> tuple[str, ...]:
     """The patterns, each once. Raises Mismatch if there is none, or an empty one: that would ask for nothing."""
+    PATTERNS.check(said.rstrip("=!"), only)
     patterns = (only,) if isinstance(only, str) else tuple(only or ())
     if not patterns or not all(patterns):
         fault = "has an empty name in it" if any(patterns) else "names nothing"

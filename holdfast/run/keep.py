@@ -9,10 +9,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.ondisk.arguments import Takes, is_whole, or_none
 from holdfast.storage.uploads import Upload
 
 Mode = Literal["min", "max"]
 """Whether the best metric is the smallest or the largest."""
+
+_NUMBER = Takes("a whole number", is_whole)
 
 
 class Kept(NamedTuple):
@@ -63,6 +66,8 @@ class Keep:
     optimizer: str | tuple[str, ...] = "optim*"
 
     def __post_init__(self) -> None:
+        for name in ("last", "every", "best", "optimizer_last", "model_every"):
+            (_NUMBER if name in ("last", "best") else or_none(_NUMBER)).check(f"Keep.{name}", getattr(self, name))
         if self.last < 1:
             raise ValueError(f"Keep(last={self.last}): at least the newest checkpoint is always kept")
         for name in ("every", "optimizer_last", "model_every"):

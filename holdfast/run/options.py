@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from holdfast.ondisk.arguments import GRACE, PATH, PATTERNS, SIGNALS, Takes, check, one_of, or_none, whole
 from holdfast.ondisk.patterns import Patterns, patterns_in
 from holdfast.policies.signing.keys import Keys
 from holdfast.run.interval import check_mtbf
@@ -20,6 +21,21 @@ from holdfast.run.keep import Keep
 from holdfast.saving.options import SaverOptions
 from holdfast.storage.place import Place
 from holdfast.storage.uploads import Upload
+
+_TAKES = {
+    "root": PATH, "fast": or_none(PATH), "poll": whole(1), "grace": GRACE, "signals": SIGNALS,
+    "on_failure": one_of("raise", "warn"),
+    "upload": Takes("holdfast.storage.Upload(…)", lambda value: isinstance(value, Upload)),
+}  # fmt: skip
+
+
+def _as_keep(given: object) -> str:
+    """What was meant by something that is no `Keep`, as far as it can be told."""
+    if isinstance(given, int):
+        return f"holdfast.Keep(last={given})"
+    if isinstance(given, dict):
+        return f"holdfast.Keep({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    return "rules, such as holdfast.Keep(last=3)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +89,12 @@ class RunOptions(SaverOptions):
     """Keep a journal of the saves in ``root/.journal``, which `holdfast watch` and the page of a run show. A save never
     waits for it, nor fails. See docs/view.md."""
 
+    def __post_init__(self) -> None:
+        for name, given in (("keep", self.keep), ("keep_fast", self.keep_fast)):
+            Takes(_as_keep(given), lambda value: isinstance(value, Keep)).check(name, given)
+        check(_TAKES, vars(self))
+        super().__post_init__()
+
 
 @dataclass(frozen=True, kw_only=True)
 class RhythmOptions(RunOptions):
@@ -90,12 +112,10 @@ class ManagerOptions(RhythmOptions):
     """The ranks that save: by default those of the default process group, or this process alone without one."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(1).check("every", self.every)
         if self.degraded and self.fast is not None:
             raise ValueError("degraded=True is for saves that go straight to root: leave out fast=")
-        if self.every < 1 or self.poll < 1:
-            raise ValueError(f"every={self.every} and poll={self.poll} must be at least 1")
-        if self.on_failure not in ("raise", "warn"):
-            raise ValueError(f'on_failure is "raise" or "warn", not {self.on_failure!r}')
         if self.incremental and self.sign is not None:
             raise ValueError(
                 "an incremental save cannot be signed: the files that it reuses are not its own (docs/security.md)"
@@ -144,6 +164,10 @@ class RestoreOptions(ResumeOptions):
     def complete(self) -> bool:
         """Whether a step that has lost sections is only taken if there is no other."""
         return self.only == "*"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        PATTERNS.check("only", self.only)
 
     def check(self) -> bool:
         """Raise Mismatch if nothing is asked for. Called in an exchange, so that all ranks raise it."""

@@ -12,9 +12,15 @@ from functools import wraps
 from inspect import Signature, signature
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
+from holdfast.ondisk.arguments import SECONDS, check, one_of, or_none, whole
 from holdfast.ondisk.patterns import Patterns, near
 from holdfast.policies.signing.keys import Key
 from holdfast.ranks.ranks import DEADLINE
+
+_TAKES = {
+    "worker": one_of("process", "thread", "none"), "deadline": SECONDS, "slots": whole(1),
+    "busy": one_of("wait", "skip"), "memory_limit": or_none(whole(1)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +33,9 @@ class WorkerOptions:
 
     deadline: float = DEADLINE
     """Seconds that each phase of a save or load may take."""
+
+    def __post_init__(self) -> None:
+        check(_TAKES, vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)

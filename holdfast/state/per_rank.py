@@ -16,11 +16,19 @@ import torch
 
 from holdfast.errors import Unsupported
 from holdfast.ondisk import values
+from holdfast.ondisk.arguments import Takes
 from holdfast.state.leaves import PerRankLeaf
 from holdfast.state.tensors import dtype_name
 
 Elsewhere = Literal["error", "first"] | Callable[[Sequence[Any], int, int], Any]
 """What a rank gets on another world size: nothing (an error), rank 0's value, or ``f(values, rank, world_size)``."""
+
+
+_ELSEWHERE = Takes(
+    '"error", "first" or a function f(values, rank, world_size)',
+    lambda value: isinstance(value, str) or callable(value),
+    lambda value: callable(value) or value in ("error", "first"),
+)
 
 
 @dataclass
@@ -41,6 +49,9 @@ class PerRank:
 
     value: Any
     elsewhere: Elsewhere = "error"
+
+    def __post_init__(self) -> None:
+        _ELSEWHERE.check("elsewhere", self.elsewhere)
 
     def state(self) -> Any:
         """Return what is saved."""
