@@ -6,8 +6,8 @@ Users and the manager call `load`. Never changes the target before every rank kn
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -313,3 +313,20 @@ def _all_ended(ends: list[_End]) -> bool:
                 'load again, or with share="off"'
             )
     return True
+
+
+_OF_LOAD = ('missing="keep"', "rename= maps", "cast=True")
+
+
+@contextmanager
+def naming_load() -> Iterator[None]:
+    """Around a restore: a Mismatch that advises options of `load` says that `load` takes them, and restore does not."""
+    try:
+        yield
+    except Mismatch as error:
+        if any(advice in str(error) for advice in _OF_LOAD):
+            error.args = (
+                f"{error}\nmissing=, rename= and cast= are options of holdfast.load(STEP, state, …), which loads one "
+                "step; restore does not take them",
+            )
+        raise

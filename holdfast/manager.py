@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import SaveFailed, Unsupported
 from holdfast.events import log
-from holdfast.load import Loaded
+from holdfast.load import Loaded, naming_load
 from holdfast.ondisk.arguments import STATE, counted
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import ranks_of
@@ -46,8 +46,7 @@ class CheckpointManager:
     fails is raised by a later `step`, the same one on all ranks; training may go on either way.
 
     Args:
-        options: The fields of `holdfast.run.options.ManagerOptions`, whose help explains each, as keywords; ``root``,
-            the folder of the run, comes first, without its name.
+        options: The fields of `holdfast.run.options.ManagerOptions`, as keywords; ``root`` comes first, without its name.
 
     Attributes:
         should_stop: True once a signal has asked the run to stop, and its last step is saved: at the same step on all
@@ -267,7 +266,8 @@ class CheckpointManager:
         STATE.check("state", state)
         self._recent.settle()
         patience = min(SURVIVORS, self._options.deadline / 2)  # the other ranks wait meanwhile
-        loaded = self._home.restore(state, options, patience, self._saves.writing_to)
+        with naming_load():
+            loaded = self._home.restore(state, options, patience, self._saves.writing_to)
         if loaded is not None:
             self._saves.go_on_from(loaded, back=options.step is not None)
         if self._ranks.first and loaded is None:

@@ -15,7 +15,7 @@ import torch
 import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast.doctor.checkpoints import diagnose
-from holdfast.errors import Damaged, NotACheckpoint
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint
 from holdfast.inspect.history import Past
 from holdfast.inspect.runs import runs_in
 from holdfast.inspect.standing import standing
@@ -473,3 +473,10 @@ def test_the_mode_is_recorded_on_tiers(tmp_path: Path) -> None:
     with run(tmp_path / "run", **tiers) as manager:
         best = manager.best()
         assert best is not None and best.step == 100
+
+
+def test_a_mismatch_names_the_call_that_takes_its_advice(root: Path | Place) -> None:
+    with run(root) as manager:
+        train(manager, 100, 100)
+        with pytest.raises(Mismatch, match=r'missing="keep".*\n(.*\n)*missing=, .* are options of holdfast\.load'):
+            manager.restore({**state_at(0), "more": torch.zeros(1)})
