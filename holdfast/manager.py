@@ -46,7 +46,7 @@ class CheckpointManager:
     fails is raised by a later `step`, the same one on all ranks; training may go on either way.
 
     Args:
-        options: The fields of `holdfast.run.options.ManagerOptions`, as keywords; ``root`` comes first, without its name.
+        options: The fields of `holdfast.run.options.ManagerOptions`, as keywords; ``root`` comes first, without a name.
 
     Attributes:
         should_stop: True once a signal has asked the run to stop, and its last step is saved: at the same step on all

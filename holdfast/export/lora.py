@@ -22,7 +22,7 @@ from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
 from holdfast.export.partial import Partial
 from holdfast.export.selection import Leaf, Selection, Term, Update, can_cast
-from holdfast.export.work import MAX_SHARD_BYTES, Converted, ConvertWork, Options, Source, To
+from holdfast.export.work import MAX_SHARD_BYTES, Converted, ConvertWork, Options, Source, To, floating
 from holdfast.matching.differences import listed
 from holdfast.ondisk import names
 from holdfast.ondisk.patterns import Patterns
@@ -47,7 +47,7 @@ TOTAL = "float64"
 
 def fold_lora(
     base: Source, adapter: Source, target: str | os.PathLike[str] | Place, *, scale: float = 1.0, to: To = "holdfast",
-    only: Patterns | None = None, dtype: torch.dtype | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
+    only: Patterns | None = None, dtype: torch.dtype | str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
     extras: Extras | None = None, overwrite: bool = False, verify: Verify = True,
     group: torch.distributed.ProcessGroup | None = None, deadline: float = DEADLINE,
 ) -> Converted:  # fmt: skip
@@ -73,7 +73,9 @@ def fold_lora(
     """
     if not isfinite(scale):
         raise ValueError(f"scale is a finite number, not {scale}")
-    options = Options(to, "*" if only is None else only, None, dtype, None, max_shard_bytes, extras, overwrite, verify)
+    options = Options(
+        to, "*" if only is None else only, None, floating(dtype), None, max_shard_bytes, extras, overwrite, verify
+    )
     options.check(target)
 
     def begin(call: Call, place: Place, options: Options, ranks: Ranks, partial: Partial) -> _FoldWork:

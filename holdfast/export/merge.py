@@ -16,7 +16,7 @@ from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
 from holdfast.export.merging import MergeWork, Recipe
 from holdfast.export.partial import Partial
-from holdfast.export.work import MAX_SHARD_BYTES, Converted, Options, Source, To
+from holdfast.export.work import MAX_SHARD_BYTES, Converted, Options, Source, To, floating
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE, Call, Ranks
@@ -31,7 +31,7 @@ def merge(
     sources: Sequence[Source], target: str | os.PathLike[str] | Place, *,
     weights: Sequence[float] | None = None, decay: float | None = None, base: Source | None = None,
     method: Method = "sum", t: float | None = None, accumulate: torch.dtype = torch.float64, to: To = "holdfast",
-    only: Patterns | None = None, rename: Rename | None = None, dtype: torch.dtype | None = None,
+    only: Patterns | None = None, rename: Rename | None = None, dtype: torch.dtype | str | None = None,
     step: int | None = None, max_shard_bytes: int = MAX_SHARD_BYTES, extras: Extras | None = None,
     overwrite: bool = False, verify: Verify = True, group: torch.distributed.ProcessGroup | None = None,
     deadline: float = DEADLINE,
@@ -59,7 +59,7 @@ def merge(
         to: As in `convert`, as are all arguments that follow.
         only: What to take. By default the section ``model`` if the last source has one, so no optimizer.
         rename: Names to others.
-        dtype: What floating-point tensors become.
+        dtype: What floating-point tensors become: a dtype of torch, or its name.
         step: The step to note.
         max_shard_bytes: Bytes of tensors in one file at most.
         extras: Files to put beside a Hugging Face model.
@@ -85,7 +85,7 @@ def merge(
     if accumulate not in (torch.float32, torch.float64):
         raise ValueError(f"accumulate is torch.float32 or torch.float64, not {accumulate}")
     options = Options(
-        to, "*" if only is None else only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify
+        to, "*" if only is None else only, rename, floating(dtype), step, max_shard_bytes, extras, overwrite, verify
     )
     options.check(target)
     factors = _weights(len(sources), weights, decay, method, t, has_base=base is not None)

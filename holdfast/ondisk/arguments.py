@@ -71,7 +71,7 @@ def _is_patterns(value: object) -> bool:
 
 
 def _is_path(value: object) -> bool:
-    """A place in a store is no path of the system. This room knows no stores: it looks for what all places have."""
+    """A place in a store is no path of the system, and this room knows no stores: all places have the attribute."""
     return isinstance(value, str) or hasattr(value, "__fspath__") or hasattr(value, "is_remote")
 
 
