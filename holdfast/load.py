@@ -46,7 +46,7 @@ from holdfast.storage.wrappers.layers import with_cache, with_deadline, with_hed
 
 __all__ = ["Loaded", "Options", "load", "load_opened", "restore"]
 
-_PARTLY_FILLED = "; the state may be filled in part: load again before you use it"
+PARTLY_FILLED = "; the state may be filled in part: load again before you use it"
 """How the text of a Damaged ends that is raised while bytes go into the target."""
 
 Value = TypeVar("Value")
@@ -217,7 +217,7 @@ def open_and_match(
 
 def why(error: Exception) -> str:
     """Why a load failed, for a caller who loads something else instead, which fills all of the state."""
-    return str(error).removesuffix(_PARTLY_FILLED)
+    return str(error).removesuffix(PARTLY_FILLED)
 
 
 def restore(
@@ -242,7 +242,7 @@ def restore(
     try:
         return keeping(call, "read", read_and_hand_back, _all_ended, bool)[0]
     except Damaged as error:  # after the ranks have met: it is the same on every one, and so is what is added
-        error.args = (f"{error}{_PARTLY_FILLED}",)
+        error.args = (f"{error}{PARTLY_FILLED}",)
         raise
     finally:
         settling.end()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from operator import index
 from typing import Any
 
@@ -53,8 +53,13 @@ def or_none(takes: Takes) -> Takes:
     )  # fmt: skip
 
 
-def is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number, also one of NumPy or a tensor of one."""
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
