@@ -47,7 +47,7 @@ from holdfast.storage.wrappers.layers import with_cache, with_deadline, with_hed
 __all__ = ["Loaded", "Options", "load", "load_opened", "restore"]
 
 PARTLY_FILLED = "; the state may be filled in part: load again before you use it"
-"""How the text of a Damaged ends that is raised while bytes go into the target."""
+"""How the text of an error ends that is raised while bytes go into the target."""
 
 Value = TypeVar("Value")
 Note = TypeVar("Note")
@@ -98,7 +98,7 @@ def load(
             in part.
         Untrusted: The checkpoint is not signed as ``require`` says.
         Unsupported: The format version or a dtype is not known here.
-        StorageError: The disk or the store refused.
+        StorageError: The disk or the store refused; it says so if ``into`` may be filled in part.
         RankLost: A rank did not come.
 
     Example:
@@ -241,7 +241,7 @@ def restore(
 
     try:
         return keeping(call, "read", read_and_hand_back, _all_ended, bool)[0]
-    except Damaged as error:  # after the ranks have met: it is the same on every one, and so is what is added
+    except (Damaged, StorageError) as error:  # the ranks have met: it is the same on every one, and so is what is added
         error.args = (f"{error}{PARTLY_FILLED}",)
         raise
     finally:

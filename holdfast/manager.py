@@ -13,7 +13,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import SaveFailed, Unsupported
 from holdfast.events import log
 from holdfast.load import Loaded, naming_load
-from holdfast.ondisk.arguments import STATE, counted
+from holdfast.ondisk.arguments import STATE, step_number
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import ranks_of
 from holdfast.run.interval import Advice
@@ -163,7 +163,7 @@ class CheckpointManager:
             >>> saving = manager.step(500, {"model": model, "step": 500}, metric=0.25)
             >>> manager.wait()
         """
-        step = counted(step, state)
+        step = step_number(step, state)
         due = step % self.every == 0 if due is None else due
         if due and metric is None and self.keep.best and not self._warned:
             self._warned = True
@@ -208,7 +208,7 @@ class CheckpointManager:
             >>> manager.save(7, {"model": model, "step": 7}).step
             7
         """
-        step = counted(step, state)
+        step = step_number(step, state)
         self._recent.settle()
         self._recent.hear()  # what has failed of the saves under way will not be raised any more
         saves = self._saves

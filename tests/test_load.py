@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 import holdfast
 from holdfast.load import PARTLY_FILLED
 from holdfast.ondisk import blocks
+from holdfast.testing import faults
 from tests import pool
 
 
@@ -505,6 +507,12 @@ def test_damaged_data_files(how: str, saved: Path) -> None:
     with pytest.raises(holdfast.errors.Damaged, match=file.name) as caught:
         holdfast.open(saved).verify()
     assert PARTLY_FILLED not in str(caught.value)
+
+
+def test_a_disk_that_fails_while_it_is_read_says_that_the_state_may_be_filled_in_part(saved: Path) -> None:
+    with faults("read", error="EIO", under=saved / "model"), pytest.raises(holdfast.errors.StorageError) as caught:
+        holdfast.load(saved, _target())
+    assert str(caught.value).endswith(PARTLY_FILLED) and caught.value.errno == errno.EIO
 
 
 def test_damage_that_is_found_before_anything_is_read_leaves_the_target_as_it_was(tmp_path: Path) -> None:

@@ -143,12 +143,7 @@ _WIDEST = 1 << 20
 
 
 def count(number: int, what: str) -> str:
-    """A number of things, such as 1 tensor or 3 tensors."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things, such as 1 file or 1,200 files."""
+    """A number of things, such as 1 tensor or 1,200 tensors."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 

@@ -90,14 +90,14 @@ def _show_head(checkpoint: Checkpoint) -> None:
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     run = f", run {checkpoint.run}" if checkpoint.run else ""
     saved = f", saved {record.created}" if record.created else ", saved"
-    ranks = f" by {output.counted(checkpoint.world_size, 'rank')}"
+    ranks = f" by {output.count(checkpoint.world_size, 'rank')}"
     output.say(f"{checkpoint.path}: {checkpoint.format}{step}{saved}{ranks}{run}")
     if checkpoint.reading:
         output.say(f"read as: {checkpoint.reading}")
     total = usage(checkpoint)
     cited = f", {output.size(total.cited)} of them reused from older steps" if total.cited else ""
-    output.say(f"{output.counted(len(record.tensors), 'tensor')} of {output.size(total.tensors)} in "
-               f"{output.counted(len(record.files), 'file')}{cited}; "
+    output.say(f"{output.count(len(record.tensors), 'tensor')} of {output.size(total.tensors)} in "
+               f"{output.count(len(record.files), 'file')}{cited}; "
                + ", ".join(f"{a.name} {output.size(a.nbytes)}" for a in total.by_dtype))  # fmt: skip
     producer = [f"{key} {text}" for key, text in record.producer.items() if key != "kinds" and len(text) < 100]
     if producer:
@@ -166,9 +166,9 @@ def _show_rest(checkpoint: Checkpoint, *, everything: bool) -> None:
     shown = paths if everything else _first(paths)
     output.table(("value", "is"), ((path, brief(checkpoint.value(path), everything)) for path in shown), gap=True)
     if len(shown) < len(paths):
-        output.say(f"… and {output.counted(len(paths) - len(shown), 'more value')} (--values shows all)")
+        output.say(f"… and {output.count(len(paths) - len(shown), 'more value')} (--values shows all)")
     by_rank = ((path, _by_rank(checkpoint, path) if everything else "") for path in checkpoint.differing)
-    output.table(("value of each rank", output.counted(checkpoint.world_size, "rank")), by_rank, gap=True)
+    output.table(("value of each rank", output.count(checkpoint.world_size, "rank")), by_rank, gap=True)
     attached = ((name, output.size(nbytes)) for name, nbytes in checkpoint.attachments.items())
     output.table(("attached", "bytes"), attached, gap=True)
     output.table(("left out", "why"), checkpoint.left_out.items(), gap=True)

@@ -122,7 +122,7 @@ def _lines(now: Standing) -> list[tuple[str, str | Text]]:
     lines: list[tuple[str, str | Text]] = []
     if now.fast_of is not None:
         lines.append(("root", f"{now.fast_of}: holdfast watch {quote(now.fast_of)}"))
-    ranks = [] if now.ranks is None else [output.counted(now.ranks, "rank")]
+    ranks = [] if now.ranks is None else [output.count(now.ranks, "rank")]
     pace = [] if now.step_seconds is None else [f"{span(now.step_seconds)} a step"]
     start = [f"start {now.starts}"] if now.starts > 1 else []
     lines.append(("run", ", ".join([*pace, *ranks, *start]) or "–"))
@@ -150,7 +150,7 @@ def _lines(now: Standing) -> list[tuple[str, str | Text]]:
     if now.best is not None:
         lines.append(("best", f"{now.best.metric:.6g} at step {now.best.step:,}"))
     if now.backlog is not None:
-        words = f"{output.counted(now.backlog, 'step')} to be uploaded" if now.backlog else "all uploaded"
+        words = f"{output.count(now.backlog, 'step')} to be uploaded" if now.backlog else "all uploaded"
         lines.append(("backlog", Text(words, "yellow" if now.backlog > 1 else "")))
     if any(now.stalls):
         lines.append(("stalls", f"{spark(now.stalls)}  {_range(now.stalls, span)}"))

@@ -38,15 +38,18 @@ def check(takes: Mapping[str, Takes], values: Mapping[str, object]) -> None:
 
 
 def whole(least: int, what: str = "a whole number") -> Takes:
+    """A whole number from ``least`` on."""
     return Takes(f"{what}, at least {least}", is_whole, lambda value: value >= least)
 
 
 def one_of(*choices: str) -> Takes:
+    """One of these texts."""
     quoted = [f'"{choice}"' for choice in choices]
     return Takes(f"{', '.join(quoted[:-1])} or {quoted[-1]}", lambda value: True, lambda value: value in choices)
 
 
 def or_none(takes: Takes) -> Takes:
+    """The same, or None."""
     return Takes(
         f"{takes.what}, or None", lambda value: value is None or takes.kind(value),
         lambda value: value is None or takes.fit(value),
@@ -96,7 +99,7 @@ SIGNALS = Takes(
 )
 
 
-def counted(step: int, state: object) -> int:
+def step_number(step: int, state: object) -> int:
     """A step as a plain number. Raises TypeError or ValueError if it, or the state that is given with it, is none."""
     STEP.check("step", step)
     STATE.check("state", state)

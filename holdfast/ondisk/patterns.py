@@ -60,8 +60,8 @@ def matcher(
 
 
 def unfit(only: Patterns, known: Collection[str]) -> list[str]:
-    """The patterns that fit none of the ``known`` names."""
-    odd = _begin_nothing(patterns_in(only), known)
+    """The patterns that fit none of the ``known`` names. ``*`` takes all that there is, also of nothing."""
+    odd = _begin_nothing([text for text in patterns_in(only) if text != "*"], known)
     return [text for text in odd if not (_is_glob(text) and any(fnmatchcase(name, text) for name in known))]
 
 

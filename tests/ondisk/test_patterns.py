@@ -48,6 +48,10 @@ def test_a_name_fits_by_itself_by_a_path_above_it_or_by_a_glob(only: list[str], 
         assert [selector(only, known, "here")(name) for name in known] == [fits(name) for name in known]
 
 
+def test_everything_fits_nothing() -> None:
+    assert unfit(["*"], []) == [] and unfit(["*", "model"], []) == ["model"]
+
+
 @given(
     st.lists(_names, max_size=8, unique=True), st.lists(_patterns, min_size=1, max_size=3),
     st.dictionaries(_names, st.one_of(_names, st.just("")), max_size=3),
