@@ -354,17 +354,19 @@ def without_manifest(root: Path | Place, step: int) -> Place:
     return folder
 
 
-def test_a_named_step_without_a_manifest_stays(root: Path | Place) -> None:
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_named_step_without_a_manifest_stays(root: Path | Place, journal: bool) -> None:
     """`restore` once swept it first, and then said that there was no such step."""
-    with run(root) as manager:
+    with run(root, journal=journal) as manager:
         train(manager, 100, 300)
     folder = without_manifest(root, 300)
-    with run(root) as manager, pytest.raises(NotACheckpoint, match=r"step-300 holds data but no manifest.*rescue"):
+    lost = pytest.raises(NotACheckpoint, match=r"step-300 holds data but no manifest.*rescue")
+    with run(root, journal=journal) as manager, lost:
         files = folder.files_below()
         manager.restore(state_at(0), step=300)
     assert folder.files_below() == files
     holdfast.tools.rescue(folder, like=root / "step-200")
-    with run(root) as manager:
+    with run(root, journal=journal) as manager:
         loaded = manager.restore(state := state_at(0), step=300)
         assert loaded is not None and float(state["w"][0]) == 300
 
