@@ -137,7 +137,7 @@ def least(state: dict[str, Any], path: Path, manifest: bytes) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(path: Path, parts: Iterable[memoryview]) -> None:
