@@ -94,6 +94,8 @@ def failure_of(error: BaseException, arguments: Sequence[str] = (), places: Sequ
     text = in_options(cause or str(error) or type(error).__name__)
     command = next((word for word in arguments if not word.startswith("-")), "COMMAND")
     kind, hint = _kind(error, _subject(error, arguments, places), command, arguments)
+    if kind == "taken":
+        text = text.partition("; choose another path")[0]  # which the hint says too
     return Failure(code, kind, text, hint)
 
 
