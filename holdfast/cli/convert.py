@@ -20,7 +20,7 @@ import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
 from holdfast.cli.commands import Check, Format
-from holdfast.cli.like import is_of_hub, made_like, names_of
+from holdfast.cli.like import is_of_hub, made_like, names_of, opened_model
 from holdfast.cli.options import bytes_of
 from holdfast.cli.remaps import map_of, show_proof
 from holdfast.export.huggingface import Extras, by_name, section_of
@@ -56,7 +56,7 @@ def convert(
         output.say(f"{opened.path} is read as: {opened.reading}")
     names: str | list[str] = "*" if not only else only[0] if len(only) == 1 else only
     renames: Callable[[str], str] | dict[str, str] | None = _renames_of(rename)
-    model = holdfast.open(like) if like else None
+    model = opened_model(like) if like else None
     for_hub = model_only or (model is not None and is_of_hub(model))
     wanted = format_named((to or _format_of(target, Format.hf if for_hub else Format.holdfast)).value)
     small: Extras | None = extras or None

@@ -156,6 +156,8 @@ def _kind(error: BaseException, path: str, command: str, arguments: Sequence[str
             return "damaged", "take an older step of the run, or a copy of this one"
         return "damaged", advice(path) or f"holdfast verify {quoted} lists all damage"
     if isinstance(error, NotACheckpoint):
+        if "--like needs" in text:
+            return "no checkpoint", "give a folder with config.json and the model's safetensors files"
         return "no checkpoint", advice(path) or f"holdfast doctor {quoted} says what is there"
     if isinstance(error, Unsupported):
         if install := re.search(r"pip install ['\"]?[\w\[\]=<>.-]+['\"]?", text):
@@ -194,6 +196,8 @@ def _of_system(error: OSError, path: str, command: str) -> tuple[str, str]:
         if "another process" in text or "another save" in text:
             return "busy", "wait until it has ended, and run the same command again"
         return "taken", "choose a target that is free" + (", or --overwrite" if "holds other" not in text else "")
+    if "at extras=" in text:
+        return "storage", "give a file or a folder that is there"
     if command == "doctor":
         return "storage", "check the path, the server and the network, and run the same command again"
     return "storage", f"holdfast doctor {path} says what is wrong there"
