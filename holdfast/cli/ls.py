@@ -31,7 +31,13 @@ def ls(*, root: str, sizes: bool, fast: str | None, headers: bool, json: bool) -
             raise
         output.answer({"root": root, "runs": runs}, lambda: _show_runs(runs), json=json)
         return
-    output.answer({"root": root, "checkpoints": steps}, lambda: _show_steps(steps), json=json)
+    output.answer({"root": root, "checkpoints": steps}, lambda: _show_steps(steps, headers=headers), json=json)
+
+
+def _say_what_whole_is(steps: Sequence[Step], looked_at: str = "size") -> None:
+    """Say below a table that it verifies nothing."""
+    if any(step.health == "whole" for step in steps):
+        output.say(f"whole: every file has its {looked_at}; holdfast verify reads the bytes")
 
 
 def _show_runs(runs: Sequence[Run]) -> None:
@@ -47,9 +53,10 @@ def _show_runs(runs: Sequence[Run]) -> None:
             for run in runs
         ),
     )  # fmt: skip
+    _say_what_whole_is([run.newest for run in runs if run.newest])
 
 
-def _show_steps(steps: Sequence[Step]) -> None:
+def _show_steps(steps: Sequence[Step], *, headers: bool) -> None:
     now = datetime.now(timezone.utc)
     # Columns that are empty or the same for all steps are left out.
     columns: dict[str, tuple[bool, Callable[[Step], object]]] = {
@@ -72,6 +79,7 @@ def _show_steps(steps: Sequence[Step]) -> None:
             output.say(f"{step.name or step.path}: {step.fault}")
     if any(step.health == "left behind" for step in steps):
         output.say("left behind: training went back and goes on without these; restore(state, step=…) still loads one")
+    _say_what_whole_is(steps, "size and header" if headers else "size")
 
 
 def health(step: Step) -> str:
