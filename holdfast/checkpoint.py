@@ -19,6 +19,7 @@ from holdfast.formats.detect import reader_of
 from holdfast.formats.own import Own
 from holdfast.formats.reader import Reader, TensorInfo
 from holdfast.ondisk import dtypes, manifest, spans, values
+from holdfast.ondisk.arguments import VERIFY
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.manifest import Manifest
@@ -210,7 +211,7 @@ class Checkpoint:
             >>> checkpoint.read("model/tok.weight").shape
             torch.Size([128, 32])
         """
-        record, verify = self.records.get(name), self.reader.verifying(verify)
+        record, verify = self.records.get(name), self.reader.verifying(VERIFY.checked("verify", verify))
         if record is None:
             raise KeyError(f"{self.path} has no tensor {name!r}{near(name, self.records)}")
         wanted = whole(record.shape) if box is None else box_of(name, record.shape, box)
@@ -266,7 +267,7 @@ class Checkpoint:
         Example:
             >>> weights = checkpoint.state_dict("model")["model"]
         """
-        verify = self.reader.verifying(verify)
+        verify = self.reader.verifying(VERIFY.checked("verify", verify))
         if into is not None and mmap:
             raise ValueError("into= gives the memory, and mmap= would have none: give one of them")
         wanted = selector(only, names_in(self.manifest), self.path)
@@ -280,8 +281,7 @@ class Checkpoint:
             self.prove(records)
             filled = into_new(records, self.saved_name)
         read_boxes(self.files, filled.wanted, verify=verify)
-        leaves: dict[str, Any] = dict(filled.tensors)
-        leaves.update((p, self.value(p)) for p in self.manifest.values if wanted(p))
+        leaves: dict[str, Any] = {**filled.tensors, **{p: self.value(p) for p in self.manifest.values if wanted(p)}}
         containers = {p: kind for p, kind in self.manifest.containers.items() if wanted(p)}
         return nested(leaves, containers, self.path / manifest.FILE_NAME)
 

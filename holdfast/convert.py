@@ -16,7 +16,7 @@ from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
 from holdfast.export.live import LiveWork, check_live
 from holdfast.export.live_reader import gather_live
-from holdfast.export.work import MAX_SHARD_BYTES, Converted, ConvertWork, Options, To, floating
+from holdfast.export.work import MAX_SHARD_BYTES, Converted, ConvertWork, Options, To, floating, format_named
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.ranges import Verify
@@ -49,8 +49,8 @@ def convert(
             `save`, such as ``{"model": model}``, which all ranks give, for Hugging Face. Or a save under way: then the
             call waits until it is committed, and converts its checkpoint.
         target: A folder, a file or a URL.
-        to: ``"holdfast"`` (a folder), ``"huggingface"`` (a folder with the model's tensors), ``"torch"`` (a file for
-            `torch.load`) or ``"dcp"`` (a folder for `torch.distributed.checkpoint`).
+        to: ``"holdfast"`` (a folder), ``"huggingface"`` or ``"hf"`` (a folder with the model's tensors), ``"torch"`` (a
+            file for `torch.load`) or ``"dcp"`` (a folder for `torch.distributed.checkpoint`).
         only: What to take, by the source's names: a name, a path above names, a pattern, or several.
         rename: The source's names to others: a dict of names or leading paths, or a function. An empty new path drops
             the leading one. For Hugging Face, the source's names have no ``model/`` and have points.
@@ -83,7 +83,9 @@ def convert(
         >>> holdfast.convert("/ckpt/step-7", "/models/weights.pt", to="torch", only="model").nbytes > 0
         True
     """
-    options = Options(to, only, rename, floating(dtype), step, max_shard_bytes, extras, overwrite, verify, remap)
+    options = Options(
+        format_named(to), only, rename, floating(dtype), step, max_shard_bytes, extras, overwrite, verify, remap
+    )
     options.check(target)
     if isinstance(source, Mapping):
         state = source

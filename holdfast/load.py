@@ -6,8 +6,8 @@ Users and the manager call `load`. Never changes the target before every rank kn
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -44,7 +44,7 @@ from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_cache, with_deadline, with_hedging
 
-__all__ = ["Loaded", "Options", "load", "load_opened", "restore"]
+__all__ = ["Loaded", "Options", "load", "load_from", "load_opened", "restore"]
 
 PARTLY_FILLED = "; the state may be filled in part: load again before you use it"
 """How the text of an error ends that is raised while bytes go into the target."""
@@ -110,6 +110,15 @@ def load(
     if require is not None and verify is False:
         raise ValueError("require= has every byte checked that is used: leave out verify=False, or require=")
     options = Options(only, rename, cast, missing, verify, share, run, other_model)
+    return load_from(path, into, options, cache=cache, group=group, deadline=deadline, require=require, remap=remap)
+
+
+def load_from(
+    path: str | os.PathLike[str] | Place, into: dict[str, Any], options: Options, *,
+    cache: str | os.PathLike[str] | None = None, group: dist.ProcessGroup | None = None, deadline: float = DEADLINE,
+    require: Keys | None = None, remap: Remap | None = None,
+) -> Loaded:  # fmt: skip
+    """`load` with options that were checked."""
     source = with_deadline(with_hedging(location(path)), deadline)
     label = f"load {source}"
     if cache is not None:
@@ -130,7 +139,7 @@ _TAKES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of a load; see `load`."""
+    """What is asked of a load; see `load`. ``advice``: what its caller adds to a Mismatch that names such options."""
 
     only: Patterns = "*"
     rename: Rename | None = None
@@ -140,6 +149,7 @@ class Options:
     share: sharing.How = "auto"
     run: str | None = None
     other_model: bool = False
+    advice: str = ""
 
     def __post_init__(self) -> None:
         check(_TAKES, vars(self))
@@ -170,7 +180,7 @@ def _load_in(
 ) -> Loaded:  # fmt: skip
     with events.span("match", where, call.ranks.rank):
         work = partial(open_and_match, opening, into, options, call.ranks, where)
-        (matched, demand), verdict = keeping(call, "match", work, judge, Verdict)
+        (matched, demand), verdict = keeping(call, "match", work, partial(judge, advice=options.advice), Verdict)
         shared = sharing.agree(call, demand, verdict.choice)
     with closing(shared):
         with events.span("copy wait", where, call.ranks.rank):
@@ -313,20 +323,3 @@ def _all_ended(ends: list[_End]) -> bool:
                 'load again, or with share="off"'
             )
     return True
-
-
-_OF_LOAD = ('missing="keep"', "rename= maps", "cast=True")
-
-
-@contextmanager
-def naming_load() -> Iterator[None]:
-    """Around a restore: a Mismatch that advises options of `load` says that `load` takes them, and restore does not."""
-    try:
-        yield
-    except Mismatch as error:
-        if any(advice in str(error) for advice in _OF_LOAD):
-            error.args = (
-                f"{error}\nmissing=, rename= and cast= are options of holdfast.load(STEP, state, …), which loads one "
-                "step; restore does not take them",
-            )
-        raise

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import SaveFailed, Unsupported
 from holdfast.events import log
-from holdfast.load import Loaded, naming_load
+from holdfast.load import Loaded
 from holdfast.ondisk.arguments import STATE, step_number
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import ranks_of
@@ -266,8 +266,7 @@ class CheckpointManager:
         STATE.check("state", state)
         self._recent.settle()
         patience = min(SURVIVORS, self._options.deadline / 2)  # the other ranks wait meanwhile
-        with naming_load():
-            loaded = self._home.restore(state, options, patience, self._saves.writing_to)
+        loaded = self._home.restore(state, options, patience, self._saves.writing_to)
         if loaded is not None:
             self._saves.go_on_from(loaded, back=options.step is not None)
         if self._ranks.first and loaded is None:

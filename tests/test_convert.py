@@ -215,7 +215,7 @@ def test_a_full_disk_is_found_before_anything_is_copied(source: Path, small_disk
 
 def test_what_cannot_be_asked_for(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "t"
-    with pytest.raises(ValueError, match="to is one of 'holdfast', 'huggingface', 'torch', 'dcp', not 'onnx'"):
+    with pytest.raises(ValueError, match="to is one of 'holdfast', 'huggingface', 'hf', 'torch', 'dcp', not 'onnx'"):
         holdfast.convert(source, target, to="onnx")
     with pytest.raises(ValueError, match="give a floating dtype"):
         holdfast.convert(source, target, dtype=torch.int8)

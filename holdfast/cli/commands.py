@@ -102,6 +102,10 @@ def diff(
 ) -> None:
     """Compare names, shapes, dtypes and values; the exit code is 0 if all are the same, 1 if any differ.
 
+    relative: the norm of the difference, divided by the larger norm; largest, mean: of the absolute differences;
+
+    cosine: of the angle between the two tensors; norm first, norm second: of each of them.
+
     Tensors whose recorded checksums are equal are not read, and the last line says so; `holdfast verify` reads them.
     """
     _run("diff.diff", locals())

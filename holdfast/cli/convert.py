@@ -20,21 +20,17 @@ import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
 from holdfast.cli.commands import Check, Format
-from holdfast.cli.like import is_of_hub, made_like, names_of
+from holdfast.cli.like import is_of_hub, made_like, names_of, opened_model
 from holdfast.cli.options import bytes_of
 from holdfast.cli.remaps import map_of, show_proof
 from holdfast.export.huggingface import Extras, by_name, section_of
-from holdfast.export.work import Converted, To, floating
+from holdfast.export.work import Converted, floating, format_named
 from holdfast.ondisk.patterns import TENSOR, selector
 from holdfast.read.ranges import Verify
 from holdfast.remap.proof import Proof
 from holdfast.remap.remapped import Remapped
 from holdfast.storage.urls import location
 
-_TO: dict[Format, To] = {
-    Format.holdfast: "holdfast", Format.torch: "torch", Format.dcp: "dcp", Format.huggingface: "huggingface",
-    Format.hf: "huggingface",
-}  # fmt: skip
 _VERIFY: dict[Check, Verify] = {Check.yes: True, Check.blocks: "blocks", Check.no: False}
 _BY_SUFFIX = dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), Format.torch) | {".safetensors": Format.huggingface}
 
@@ -60,9 +56,9 @@ def convert(
         output.say(f"{opened.path} is read as: {opened.reading}")
     names: str | list[str] = "*" if not only else only[0] if len(only) == 1 else only
     renames: Callable[[str], str] | dict[str, str] | None = _renames_of(rename)
-    model = holdfast.open(like) if like else None
+    model = opened_model(like) if like else None
     for_hub = model_only or (model is not None and is_of_hub(model))
-    wanted = _TO[to or _format_of(target, Format.hf if for_hub else Format.holdfast)]
+    wanted = format_named((to or _format_of(target, Format.hf if for_hub else Format.holdfast)).value)
     small: Extras | None = extras or None
     if model is not None:
         opened = made_like(opened, model, names, mapped=remap is not None)

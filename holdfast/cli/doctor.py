@@ -49,7 +49,9 @@ def doctor(
     raise typer.Exit(_CODES.get(failed[0].kind, Code.FAILED) if failed else Code.FINE)
 
 
-_MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
+_MARKS = {
+    "ok": ("ok  ", "green"), "absent": ("--  ", "dim"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red"),
+}  # fmt: skip
 
 
 def _show(section: str, findings: list[Finding]) -> None:

@@ -94,6 +94,8 @@ def failure_of(error: BaseException, arguments: Sequence[str] = (), places: Sequ
     text = in_options(cause or str(error) or type(error).__name__)
     command = next((word for word in arguments if not word.startswith("-")), "COMMAND")
     kind, hint = _kind(error, _subject(error, arguments, places), command, arguments)
+    if kind == "taken":
+        text = text.partition("; choose another path")[0]  # which the hint says too
     return Failure(code, kind, text, hint)
 
 
@@ -154,6 +156,8 @@ def _kind(error: BaseException, path: str, command: str, arguments: Sequence[str
             return "damaged", "take an older step of the run, or a copy of this one"
         return "damaged", advice(path) or f"holdfast verify {quoted} lists all damage"
     if isinstance(error, NotACheckpoint):
+        if "--like needs" in text:
+            return "no checkpoint", "give a folder with config.json and the model's safetensors files"
         return "no checkpoint", advice(path) or f"holdfast doctor {quoted} says what is there"
     if isinstance(error, Unsupported):
         if install := re.search(r"pip install ['\"]?[\w\[\]=<>.-]+['\"]?", text):
@@ -192,6 +196,8 @@ def _of_system(error: OSError, path: str, command: str) -> tuple[str, str]:
         if "another process" in text or "another save" in text:
             return "busy", "wait until it has ended, and run the same command again"
         return "taken", "choose a target that is free" + (", or --overwrite" if "holds other" not in text else "")
+    if "at extras=" in text:
+        return "storage", "give a file or a folder that is there"
     if command == "doctor":
         return "storage", "check the path, the server and the network, and run the same command again"
     return "storage", f"holdfast doctor {path} says what is wrong there"

@@ -7,15 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.checkpoint import Checkpoint, under_map
+from holdfast.checkpoint import Checkpoint, open_checkpoint, under_map
 from holdfast.cli.remaps import named
 from holdfast.errors import Mismatch, NotACheckpoint, Unsupported
 from holdfast.export.huggingface import bare, section_of
 from holdfast.ondisk import names
 from holdfast.ondisk.patterns import matcher
+from holdfast.storage.urls import location
 
 CONFIG = "config.json"
 _SHOWN = 5
+
+
+def opened_model(folder: str) -> Checkpoint:
+    """The model to be like. Raises NotACheckpoint, which tells of a folder without weights what it lacks."""
+    try:
+        return open_checkpoint(folder)
+    except NotACheckpoint as error:
+        if not (location(folder) / CONFIG).is_file():
+            raise
+        raise NotACheckpoint(
+            f"{folder} has a config.json and no weights: --like needs a model's weights, for their names and shapes. "
+            f"To put the small files beside the source's own names, use --to hf --extras {folder}"
+        ) from error
 
 
 def is_of_hub(model: Checkpoint) -> bool:

@@ -67,7 +67,7 @@ def _show_verified(report: Verified, hint: str) -> None:
 def _show_damages(damages: tuple[Damage, ...]) -> None:
     """Print a line for each fault."""
     output.table(
-        ("hit", "bytes", "file", "what"),
+        ("tensor or value", "bytes", "file", "what"),
         (
             (
                 hit_by(fault), f"{fault[0].begin}:{fault[0].begin + fault[0].nbytes}", fault[0].file,

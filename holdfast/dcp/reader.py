@@ -20,6 +20,7 @@ from holdfast.dcp.flattened import Described, Tensor, describe, storage_meta, va
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path, open_by_key
 from holdfast.dcp.states import like
 from holdfast.errors import HoldfastError
+from holdfast.ondisk.arguments import VERIFY
 from holdfast.ondisk.box import Box
 from holdfast.read.ranges import Verify
 from holdfast.read.read import read_boxes
@@ -38,7 +39,7 @@ class Reader(StorageReader):
     def __init__(self, path: str | os.PathLike[str] | Place, *, verify: Verify = True) -> None:
         super().__init__()
         self.path = location(path)
-        self.verify: Verify = verify
+        self.verify: Verify = VERIFY.checked("verify", verify)
         self.load_id = str(uuid4())
         self._opened: tuple[Checkpoint, Described] | None = None
         self._rank = 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["ok", "warn", "fail"]
+Verdict = Literal["ok", "absent", "warn", "fail"]
+"""``absent``: an optional package that is not installed, which is nothing wrong."""
 
 
 @dataclass(frozen=True)

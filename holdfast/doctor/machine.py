@@ -62,7 +62,8 @@ def _extra(package: str, extra: str, serves: str) -> Finding:
     try:
         return Finding(package, "ok", metadata.version(package))
     except metadata.PackageNotFoundError:
-        return Finding(package, "warn", f"not installed: needed for {serves}", f'pip install "holdfast-torch[{extra}]"')
+        mend = f'pip install "holdfast-torch[{extra}]"'
+        return Finding(package, "absent", f"not installed: optional, for {serves}", mend)
 
 
 def _device() -> Finding:

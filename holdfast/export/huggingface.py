@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +10,13 @@ from pathlib import Path
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.commit.gather import read_attachments
-from holdfast.errors import Mismatch, Unsupported
+from holdfast.errors import Mismatch, StorageError, Unsupported
 from holdfast.export.draft import Draft, Fixed, Span, packed
 from holdfast.export.selection import Leaf, Selection
 from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.manifest import NOTES
-from holdfast.ondisk.patterns import Patterns, matcher, names_in
+from holdfast.ondisk.patterns import Patterns, matcher, names_in, near
 from holdfast.storage.local.disk import SECTOR
 
 Extras = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str] | bytes]
@@ -114,7 +115,7 @@ def small_files(checkpoint: Checkpoint, extras: Extras | None) -> dict[str, byte
 
 
 def by_name(extras: Extras | None) -> dict[str, str | os.PathLike[str] | bytes]:
-    """Extras by the names that they get."""
+    """Extras by the names that they get. Raises StorageError for a path at which there is nothing."""
     if isinstance(extras, Mapping):
         return dict(extras)
     paths = [extras] if isinstance(extras, (str, os.PathLike)) else list(extras or [])
@@ -122,6 +123,11 @@ def by_name(extras: Extras | None) -> dict[str, str | os.PathLike[str] | bytes]:
 
 
 def _listed(path: Path) -> list[Path]:
+    if not path.exists():
+        kin = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        error = StorageError(f"there is nothing at extras={str(path)!r}{near(path.name, kin)}")
+        error.errno = errno.ENOENT
+        raise error
     if not path.is_dir():
         return [path]
     return [inner for inner in sorted(path.iterdir()) if inner.is_file() and not inner.name.endswith(_WEIGHTS)]

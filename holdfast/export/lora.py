@@ -22,7 +22,7 @@ from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
 from holdfast.export.partial import Partial
 from holdfast.export.selection import Leaf, Selection, Term, Update, can_cast
-from holdfast.export.work import MAX_SHARD_BYTES, Converted, ConvertWork, Options, Source, To, floating
+from holdfast.export.work import MAX_SHARD_BYTES, Converted, ConvertWork, Options, Source, To, floating, format_named
 from holdfast.matching.differences import listed
 from holdfast.ondisk import names
 from holdfast.ondisk.patterns import Patterns
@@ -74,8 +74,9 @@ def fold_lora(
     if not isfinite(scale):
         raise ValueError(f"scale is a finite number, not {scale}")
     options = Options(
-        to, "*" if only is None else only, None, floating(dtype), None, max_shard_bytes, extras, overwrite, verify
-    )
+        format_named(to), "*" if only is None else only, None, floating(dtype), None, max_shard_bytes, extras,
+        overwrite, verify,
+    )  # fmt: skip
     options.check(target)
 
     def begin(call: Call, place: Place, options: Options, ranks: Ranks, partial: Partial) -> _FoldWork:

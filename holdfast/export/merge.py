@@ -16,7 +16,7 @@ from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
 from holdfast.export.merging import MergeWork, Recipe
 from holdfast.export.partial import Partial
-from holdfast.export.work import MAX_SHARD_BYTES, Converted, Options, Source, To, floating
+from holdfast.export.work import MAX_SHARD_BYTES, Converted, Options, Source, To, floating, format_named
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE, Call, Ranks
@@ -85,8 +85,9 @@ def merge(
     if accumulate not in (torch.float32, torch.float64):
         raise ValueError(f"accumulate is torch.float32 or torch.float64, not {accumulate}")
     options = Options(
-        to, "*" if only is None else only, rename, floating(dtype), step, max_shard_bytes, extras, overwrite, verify
-    )
+        format_named(to), "*" if only is None else only, rename, floating(dtype), step, max_shard_bytes, extras,
+        overwrite, verify,
+    )  # fmt: skip
     options.check(target)
     factors = _weights(len(sources), weights, decay, method, t, has_base=base is not None)
     terms = [*([] if base is None else [base]), *sources]

@@ -31,7 +31,12 @@ from holdfast.remap.remap import Remap
 from holdfast.remap.remapped import Remapped
 from holdfast.storage.place import Place
 
-To = Literal["holdfast", "huggingface", "torch", "dcp"]
+To = Literal["holdfast", "huggingface", "hf", "torch", "dcp"]
+
+FORMATS = {name: "huggingface" if name == "hf" else name for name in get_args(To)}
+"""What ``to=`` and ``--to`` take, each with the format that it means."""
+
+_OF_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 Source = str | os.PathLike[str] | Place | Checkpoint
 
@@ -94,6 +99,13 @@ def floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
+def format_named(to: str) -> str:
+    """The format that ``to`` means. Raises ValueError for another text."""
+    if not isinstance(to, str) or to not in FORMATS:
+        raise ValueError(f"to is one of {', '.join(map(repr, FORMATS))}, not {to!r}")
+    return FORMATS[to]
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments that say what the target is to be."""
@@ -112,18 +124,16 @@ class Options:
     def check(self, target: object) -> None:
         check(_TAKES, vars(self))
         floating(self.dtype)
-        if self.to not in get_args(To):
-            raise ValueError(f"to is one of {', '.join(map(repr, get_args(To)))}, not {self.to!r}")
         if self.step is not None and self.to != "holdfast":
             raise ValueError('step goes with to="holdfast"; the other formats have no place for it')
         if self.extras is not None and self.to != "huggingface":
             raise ValueError('extras go with to="huggingface"')
-        path = str(target).partition("?")[0]
-        if self.to == "huggingface" and path.endswith(".safetensors"):
-            folder = path.removesuffix(".safetensors")
+        path, suffix = os.path.splitext(str(target).partition("?")[0])
+        if self.to == "huggingface" and suffix in _OF_FILES:
+            of_torch = "" if suffix == ".safetensors" else '. For one file give to="torch"'
             raise ValueError(
-                f"{target} is called like a file, and a Hugging Face model is a folder: give {folder}, and its weights "
-                f"are in {folder}/model.safetensors"
+                f"{target} is called like a file, and a Hugging Face model is a folder: give {path}, and its weights "
+                f"are in {path}/model.safetensors{of_torch}"
             )
 
 

@@ -29,8 +29,9 @@ from holdfast.read.files import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.run import going_back
 from holdfast.run.going_back import WentBack
+from holdfast.run.keep import Mode
 from holdfast.run.tiers.nodes import MARK
-from holdfast.run.whole import lacking_files, metric_of
+from holdfast.run.whole import lacking_files, notes_of
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
@@ -56,7 +57,8 @@ class Step:
     ``name``: of the folder or file below the root, empty for the root itself. ``step``: None if it is not known.
     ``created``: RFC 3339 in UTC; of formats that do not record it the time of the newest file, None in a store.
     ``nbytes``: all files that it needs; ``own`` of them it wrote itself, the rest is reused from older steps.
-    ``lost``: sections that it has lost since it was saved. ``reading``: which of several readings of the path was
+    ``mode``: whether less or more of ``metric`` is better, if that was recorded. ``lost``: sections that it has lost
+    since it was saved. ``reading``: which of several readings of the path was
     taken, where a format allows for more than one.
 
     ``health``, of which ``fault`` says why:
@@ -85,6 +87,7 @@ class Step:
     world_size: int | None = None
     run: str | None = None
     metric: float | None = None
+    mode: Mode | None = None
     lost: tuple[str, ...] = ()
     fault: str = ""
     reading: str = ""
@@ -190,7 +193,8 @@ def _ours(path: Place, name: str, tier: str, mark: WentBack | None = None, *, he
         health, fault = _health(path, record, headers=headers)
         if health == "whole" and mark is not None and mark.leaves(step.step, record.save):
             health = "left behind"
-        return replace(step, health=health, fault=fault, metric=metric_of(path))
+        notes = notes_of(path)
+        return replace(step, health=health, fault=fault, metric=notes.metric, mode=notes.mode)
     except (HoldfastError, OSError) as error:
         return replace(step, fault=str(error))
 

@@ -88,6 +88,7 @@ class _Comparison:
     casts: dict[str, tuple[str, str]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
+    castable: bool = False
 
     def run(self, *, keep: bool, world_size: int, early: bool) -> tuple[Matched, Differences]:
         names, state, asked = self.names, self.state, self.names.saved.asked
@@ -114,7 +115,7 @@ class _Comparison:
         everything, missing = names.asked_for, [] if keep else self.missing
         return matched, Differences(
             described(names.checkpoint), everything, self._unclaimed(everything), missing, self.misfits,
-            self._shapes(missing),
+            self._shapes(missing), self.castable,
         )  # fmt: skip
 
     def _shapes(self, missing: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -187,6 +188,7 @@ class _Comparison:
         if dtype != own_dtype:
             if not self.cast:
                 self.misfits.append(f"{own_name}: saved as {dtype}, here {own_dtype} (cast=True converts)")
+                self.castable = True
                 return False
             self.casts[own_name] = (dtype, own_dtype)
         return True

@@ -27,6 +27,7 @@ class Differences(msgspec.Struct, array_like=True):
 
     A name is unclaimed if the target has no place for it, and missing if the checkpoint lacks it. ``misfits`` are
     lines about all else that does not fit. ``shapes``: of missing and, if there are any, of unclaimed tensors.
+    ``castable``: whether a dtype alone does not fit.
     """
 
     where: str
@@ -35,10 +36,14 @@ class Differences(msgspec.Struct, array_like=True):
     missing: list[str]
     misfits: list[str]
     shapes: dict[str, tuple[int, ...]] = {}
+    castable: bool = False
 
 
-def raise_if_any(differences: Sequence[Differences], unfit: Collection[str]) -> None:
-    """Raise Mismatch with every name of every rank, unless all fits; ``unfit``: patterns that fit nothing."""
+def raise_if_any(differences: Sequence[Differences], unfit: Collection[str], advice: str = "") -> None:
+    """Raise Mismatch with every name of every rank, unless all fits; ``unfit``: patterns that fit nothing.
+
+    ``advice``: a last line if the text names options that help.
+    """
     first = differences[0]
     unclaimed = first.unclaimed
     for other in differences[1:]:
@@ -67,6 +72,8 @@ def raise_if_any(differences: Sequence[Differences], unfit: Collection[str]) -> 
             f"{len(extra)} in the checkpoint that nothing asks for (only= leaves them out, rename= maps them):"
             + listed([name + did_you_mean(asked_as.get(name)) for name in extra])
         )
+    if advice and (missing or extra or any(of_rank.castable for of_rank in differences)):
+        text.append(advice)
     raise Mismatch("\n".join(text))
 
 

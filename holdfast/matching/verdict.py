@@ -35,8 +35,11 @@ class Verdict(msgspec.Struct, array_like=True):
     early: bool
 
 
-def judge(notes: list[RankNote]) -> Verdict:
-    """On the first rank: raise Mismatch with every name of every rank, unless all fits; else who may share reading."""
+def judge(notes: list[RankNote], advice: str = "") -> Verdict:
+    """On the first rank: raise Mismatch with every name of every rank, unless all fits; else who may share reading.
+
+    ``advice`` as for `raise_if_any`.
+    """
     commits = sorted({note.commit for note in notes})
     if len(commits) > 1:
         raise Mismatch(
@@ -45,5 +48,5 @@ def judge(notes: list[RankNote]) -> Verdict:
         )
     awaited = {pattern for note in notes for pattern in note.awaited}
     unfit = {pattern: text for note in notes for pattern, text in note.unfit.items() if pattern not in awaited}
-    raise_if_any([note.differences for note in notes], unfit.values())
+    raise_if_any([note.differences for note in notes], unfit.values(), advice)
     return Verdict(who_shares([note.offer for note in notes]), any(note.early for note in notes))

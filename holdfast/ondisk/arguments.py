@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
+
+Given = TypeVar("Given")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class Takes:
             return
         text = f"{_shown(name, value)}: give {self.what}"
         raise ValueError(text) if kind else TypeError(text)
+
+    def checked(self, name: str, value: Given) -> Given:
+        """The value, if it is one that fits; otherwise raises as `check`."""
+        self.check(name, value)
+        return value
 
 
 def check(takes: Mapping[str, Takes], values: Mapping[str, object]) -> None:

@@ -104,10 +104,26 @@ def _hint(pattern: str, known: Collection[str], renamed: Mapping[str, str]) -> s
     stem = pattern.rstrip("*?").rstrip("/.") or pattern
     ends = len(_END.findall(stem))
     heads = dict.fromkeys(_head(name, ends) for name in known)
-    hint = near(stem, heads) or near(stem, list(known))
+    hint = did_you_mean(_in_another_section(stem, known)) or near(stem, heads) or near(stem, list(known))
     first = stem.split("/", 1)[0]
     firsts = dict.fromkeys(name.split("/", 1)[0] for name in known)
     return hint if hint or first in firsts else near(first, firsts)
+
+
+def _in_another_section(stem: str, known: Collection[str]) -> str | None:
+    """What begins a known name and is the stem but for a section before it, which one has and the other lacks."""
+    inner = _END.split(stem, maxsplit=1)[-1]
+    for name in known:
+        section, _, rest = name.partition("/")
+        if _begins(stem, rest):
+            return f"{section}/{stem}"
+        if inner != stem and _begins(inner, name):
+            return inner
+    return None
+
+
+def _begins(stem: str, name: str) -> bool:
+    return bool(stem) and (name == stem or name.startswith((f"{stem}/", f"{stem}.")))
 
 
 def _head(name: str, ends: int) -> str:

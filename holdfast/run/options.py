@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from holdfast.load import Options as LoadOptions
 from holdfast.ondisk.arguments import GRACE, PATH, PATTERNS, SIGNALS, Takes, check, one_of, or_none, whole
 from holdfast.ondisk.patterns import Patterns, patterns_in
 from holdfast.policies.signing.keys import Keys
@@ -27,6 +28,11 @@ _TAKES = {
     "on_failure": one_of("raise", "warn"),
     "upload": Takes("holdfast.storage.Upload(…)", lambda value: isinstance(value, Upload)),
 }  # fmt: skip
+
+_OF_LOAD = (
+    "missing=, rename= and cast= are options of holdfast.load(STEP, state, …), which loads one step; restore does not "
+    "take them"
+)
 
 
 def _as_keep(given: object) -> str:
@@ -168,6 +174,11 @@ class RestoreOptions(ResumeOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         PATTERNS.check("only", self.only)
+
+    @property
+    def of_load(self) -> LoadOptions:
+        """What is asked of the load of one step."""
+        return LoadOptions(self.only, run=self.of_run, other_model=self.other_model, advice=_OF_LOAD)
 
     def check(self) -> bool:
         """Raise Mismatch if nothing is asked for. Called in an exchange, so that all ranks raise it."""

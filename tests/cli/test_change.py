@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import holdfast
+from holdfast.cli.commands import Format
 from holdfast.cli.errors import Code
+from holdfast.export.work import FORMATS, To
 from tests.cli.conftest import Run, state_of
 from tests.damaging import contents_of
 from tests.formats.truth import GOLDEN
@@ -49,7 +52,7 @@ def test_the_suffix_of_the_target_is_the_format(steps: Path, run: Run) -> None:
     source, target = steps / "step-000000200", steps.parent
     for name, to in (("x.pt", "torch"), ("x.ckpt", "torch"), ("folder", "holdfast")):
         assert json.loads(run("convert", source, target / name, "--json")[1])["to"] == to
-    assert json.loads(run("convert", source, target / "y.pt", "--to", "hf", "--json")[1])["to"] == "huggingface"
+    assert json.loads(run("convert", source, target / "y.v2", "--to", "hf", "--json")[1])["to"] == "huggingface"
     assert torch.load(target / "x.pt", weights_only=True)["step"] == 200
 
 
@@ -175,8 +178,19 @@ def test_a_folder_is_not_called_like_a_file(steps: Path, run: Run) -> None:
     for options in ([], ["--model-only"], ["--to", "huggingface"]):
         code, _, err = run("convert", source, target, *options)
         assert code == Code.USAGE and f"{steps.parent / 'w' / 'model.safetensors'}" in err and not target.exists()
+    for suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        target = steps.parent / f"w{suffix}"
+        code, _, err = run("convert", source, target, "--to", "hf")
+        assert code == Code.USAGE and '--to "torch"' in err and f"give {steps.parent / 'w'}," in err
+        assert not target.exists()
     code, _, err = run("convert", source, target, "--to", "safetensors")
     assert code == Code.USAGE and "--to huggingface writes safetensors" in err
+
+
+def test_the_command_and_python_take_the_same_names_of_formats(steps: Path) -> None:
+    assert {one.value for one in Format} == set(FORMATS) == set(get_args(To))
+    short, full = (holdfast.convert(steps / "step-000000200", steps.parent / to, to=to) for to in ("hf", "huggingface"))
+    assert short.to == full.to == "huggingface" and short.tensors == full.tensors
 
 
 def test_the_note_of_a_manager_is_not_exported(steps: Path, run: Run) -> None:

@@ -59,6 +59,7 @@ def test_damage_is_found_and_repaired(run: Any, saved: Path) -> None:
     flip(next((saved / "model").iterdir()), 5000)
     code, out, _ = run("verify", saved)
     assert code == Code.DAMAGED and "model/w[0:2000]" in out and "4096:12096" in out and "damaged" in out
+    assert out.startswith("tensor or value  ")
     code, out, _ = run("verify", saved, "--json")
     told = json.loads(out)
     assert code == Code.DAMAGED and told["tensors"] == ["model/w"] and told["damages"][0]["begin"] == 4096

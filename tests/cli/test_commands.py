@@ -41,6 +41,12 @@ def test_a_command_passes_on_what_its_function_takes(verb: str, monkeypatch: pyt
     assert kinds(getattr(import_module(f"holdfast.cli.{module}"), name)) == kinds(getattr(commands, verb))
 
 
+def test_the_help_of_diff_explains_its_columns(run: Run) -> None:
+    out = " ".join(run("diff", "--help")[1].split())
+    for column in ("relative: ", "largest, mean: ", "cosine: ", "norm first, norm second: "):
+        assert column in out
+
+
 def test_no_help_is_taken_for_markup() -> None:
     program: Any = typer.main.get_command(application.app)
     texts = [one.help for verb in VERBS for one in program.commands[verb].params if getattr(one, "help", None)]

@@ -48,11 +48,17 @@ def test_a_machine_and_a_folder(tmp_path: Path, run: Run) -> None:
 def test_what_is_wrong_with_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.4.1")
     monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (256, 4096))
-    monkeypatch.setattr(machine, "_EXTRAS", (("no-such-package", "cloud", "URLs"),))
     found = {one.name: one for one in machine.findings()}
     assert found["torch"].verdict == "fail" and "pip install" in found["torch"].mend
     assert found["open files"].verdict == "warn" and "ulimit -n 4096" in found["open files"].mend
-    assert found["no-such-package"].verdict == "warn" and "holdfast-torch[cloud]" in found["no-such-package"].mend
+
+
+def test_an_optional_package_that_is_not_installed_is_no_warning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run("doctor")[1].splitlines()[-1].partition(": ")[2]
+    monkeypatch.setattr(machine, "_EXTRAS", (("no-such-package", "cloud", "URLs"),))
+    code, out, _ = run("doctor")
+    assert code == Code.FINE and "  --   no-such-package: not installed: optional, for URLs\n" in out
+    assert 'pip install "holdfast-torch[cloud]"' in out and out.splitlines()[-1].endswith(f"checks: {before}")
 
 
 def test_what_is_wrong_with_a_folder(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,10 @@ def test_ls(run: Any, saved: Path, tmp_path: Path) -> None:
     assert code == Code.FINE and not err
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["step", "name", "age", "bytes", "ranks", "health"]
-    assert [line[:2] + line[-1:] for line in lines[1:]] == [["3", "step-3", "whole"], ["4", "step-4", "whole"]]
+    assert [line[:2] + line[-1:] for line in lines[1:3]] == [["3", "step-3", "whole"], ["4", "step-4", "whole"]]
+    assert out.splitlines()[3:] == ["whole: every file has its size; holdfast verify reads the bytes"]
+    assert "whole: every file has its size and header; " in run("ls", saved, "--headers")[1]
+    assert "whole: every file has its size; " in run("ls", saved.parent)[1]
     told = json.loads(run("ls", saved, "--json")[1])
     assert [step["step"] for step in told["checkpoints"]] == [3, 4] and told["checkpoints"][0]["nbytes"] > 1000
     code, _, err = run("ls", tmp_path / "nowhere")
@@ -220,7 +223,7 @@ def test_ls_of_a_folder_of_runs(run: Any, tmp_path: Path) -> None:
     rows = [line.split() for line in out.splitlines()]
     assert code == Code.FINE and not err and rows[0][:3] == ["run", "steps", "newest"]
     assert [(row[0], row[1], row[2]) for row in rows[1:3]] == [("a", "3", "step-3"), ("b", "1", "step-1")]
-    assert rows[3][:2] == ["fresh", "0"] and "no step was saved here yet" in out and len(rows) == 4
+    assert rows[3][:2] == ["fresh", "0"] and "no step was saved here yet" in out and rows[4][0] == "whole:"
     assert run("ls", tmp_path, "--sizes")[:2] == (code, out)
     told = json.loads(run("ls", tmp_path, "--json")[1])["runs"]
     assert [one["name"] for one in told] == ["a", "b", "fresh"] and told[0]["newest"]["step"] == 3

@@ -159,6 +159,21 @@ def test_convert_like_a_model_whose_names_it_has(run: Run, tmp_path: Path, hub: 
     assert (tmp_path / "own/config.json").read_text() == "mine" and (tmp_path / "own/tokenizer.json").exists()
 
 
+def test_convert_like_a_folder_without_weights(run: Run, tmp_path: Path, native: Path) -> None:
+    (tmp_path / "base-model").mkdir()
+    (tmp_path / "base-model" / "config.json").write_text("{}")
+    code, _, err = run("convert", native, tmp_path / "out", "--like", tmp_path / "base-model")
+    assert code == Code.NOT_A_CHECKPOINT and "has a config.json and no weights: --like needs a model's weights" in err
+    assert err.splitlines()[-1] == "next:  give a folder with config.json and the model's safetensors files"
+
+
+def test_extras_that_are_not_there(run: Run, tmp_path: Path, native: Path) -> None:
+    (tmp_path / "base-model").mkdir()
+    code, _, err = run("convert", native, tmp_path / "out", "--to", "hf", "--extras", tmp_path / "base-modle")
+    assert code == Code.STORAGE and "/base-modle' (did you mean base-model?)" in err
+    assert f"there is nothing at --extras '{tmp_path}" in err and "next:  give a file or a folder that is there" in err
+
+
 def test_convert_like_a_model_with_a_map(run: Run, tmp_path: Path, hub: Path, native: Path) -> None:
     words = ["convert", native, tmp_path / "out", "--like", hub]
     code, out, err = run(*words)

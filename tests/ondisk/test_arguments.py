@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import holdfast
+import holdfast.dcp
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep": 3}, TypeError, "keep=3: give holdfast.Keep(last=3)"),
@@ -89,6 +90,15 @@ def test_calls_of_a_manager_name_the_argument(tmp_path: Path) -> None:
             lambda path, state: holdfast.convert(path, path / "x", dtype="int8"), ValueError,
             "dtype='int8': give a floating dtype of torch, such as torch.bfloat16 or \"bfloat16\"",
         ),
+        (
+            lambda path, state: holdfast.open(path).read("model/w", verify="all"), ValueError,
+            "verify='all': give True, False or",
+        ),
+        (
+            lambda path, state: holdfast.open(path).state_dict(verify="all"), ValueError,
+            "verify='all': give True, False or",
+        ),
+        (lambda path, state: holdfast.dcp.Reader(path, verify=0), TypeError, "verify=0: give True, False or"),
         (lambda path, state: holdfast.Keep(best="1"), TypeError, "Keep.best='1': give a whole number"),
         (
             lambda path, state: holdfast.PerRank(1, elsewhere="frist"), ValueError,

@@ -152,6 +152,13 @@ def test_every_name_of_a_table_has_to_be_there() -> None:
         "lies below it: the names are as in 'model/layers.0.weight'"
     )
     check_rename({"layers.0": "blocks.0"}, ["layers.0.weight"], "here")
+    known = ["model/old.prefix.w", "model/head", "step"]
+    for asked, meant in (("old.prefix", "model/old.prefix"), ("old", "model/old"), ("net/step", "step")):
+        with pytest.raises(holdfast.errors.Mismatch, match=rf"'{asked}' \(did you mean {meant}\?\)"):
+            check_rename({asked: "new"}, known, "/ckpt")
+    for asked in ("model.old.prefix", "model/old.prefix"):  # of a conversion for Hugging Face, whose names are bare
+        with pytest.raises(holdfast.errors.Mismatch, match=r"prefix' \(did you mean old.prefix\?\)"):
+            check_rename({asked: "new"}, ["old.prefix.w", "head"], "/ckpt")
     with pytest.raises(holdfast.errors.Mismatch, match=r"'layer.0' \(did you mean layers.0\?\)"):
         check_rename({"layer.0": "blocks.0"}, ["layers.0.weight"], "here")
 

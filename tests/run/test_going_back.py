@@ -482,3 +482,9 @@ def test_a_mismatch_names_the_call_that_takes_its_advice(root: Path | Place) -> 
         train(manager, 100, 100)
         with pytest.raises(Mismatch, match=r'missing="keep".*\n(.*\n)*missing=, .* are options of holdfast\.load'):
             manager.restore({**state_at(0), "more": torch.zeros(1)})
+        with pytest.raises(Mismatch, match=r"cast=True.*\n(.*\n)*missing=, .* are options of holdfast\.load"):
+            manager.restore({**state_at(0), "w": torch.zeros(8, dtype=torch.float64)})
+        manager.save(200, {"cast=True": torch.zeros(8)})
+        with pytest.raises(Mismatch) as caught:  # none of these options helps, whatever the tensor is called
+            manager.restore({"cast=True": torch.zeros(3, 3)})
+        assert "cast=True: saved with shape" in str(caught.value) and "options of" not in str(caught.value)

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Damaged, NotACheckpoint, Untrusted
 from holdfast.events import log
-from holdfast.load import Loaded, load, why
+from holdfast.load import Loaded, load_from, why
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.policies.signing.keys import signing
 from holdfast.ranks.ranks import Ranks
@@ -66,10 +66,9 @@ class OneRoot:
                     raise NotACheckpoint(f"no checkpoint of {self.root} can be restored: " + "; ".join(refused))
                 return None
             try:
-                return load(
-                    self.root / name, state, only=options.only, group=self._options.group,
-                    deadline=self._options.deadline, require=options.require, run=options.of_run,
-                    other_model=options.other_model,
+                return load_from(
+                    self.root / name, state, options.of_load, group=self._options.group,
+                    deadline=self._options.deadline, require=options.require,
                 )  # fmt: skip
             except (Damaged, NotACheckpoint, Untrusted) as error:
                 if options.step is not None:

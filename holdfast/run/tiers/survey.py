@@ -18,7 +18,7 @@ from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
-from holdfast.load import Loaded, Options, load_opened, why
+from holdfast.load import Loaded, load_opened, why
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import Keys
@@ -107,8 +107,7 @@ class Survey:
                 try:
                     opening, label = partial(self._open, choice, options.require), f"restore {choice.name}"
                     return load_opened(
-                        opening, state, f"{label} of {self.store.root}", self._ranks,
-                        Options(options.only, run=options.of_run, other_model=options.other_model),
+                        opening, state, f"{label} of {self.store.root}", self._ranks, options.of_load,
                         deadline=self._deadline,
                     )  # fmt: skip
                 except (Damaged, NotACheckpoint, Untrusted) as error:
