@@ -10,25 +10,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.errors import SaveFailed, Unsupported
+from holdfast.errors import SaveFailed
 from holdfast.events import log
 from holdfast.load import Loaded, naming_load
 from holdfast.ondisk.arguments import STATE, step_number
-from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import ranks_of
 from holdfast.run.interval import Advice
 from holdfast.run.options import ManagerOptions, RestoreOptions
 from holdfast.run.recent import Recent
 from holdfast.run.record import Record
+from holdfast.run.root import refuse_no_folder
 from holdfast.run.saves import Saves
-from holdfast.run.scrub import RATE, Scrubbing
+from holdfast.run.scrub import RATE, Scrubbing, sources_of
 from holdfast.run.signals import Announcements, Signals
 from holdfast.run.tiers.home import Durability, Home
 from holdfast.run.tiers.one import OneRoot
 from holdfast.run.tiers.tiers import Tiers
 from holdfast.saving import Saving
 from holdfast.saving.options import takes
-from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
 
@@ -55,6 +54,7 @@ class CheckpointManager:
     Raises:
         ValueError: An option that cannot be meant.
         Mismatch: The ``fast`` folder belongs to another run.
+        StorageError: A file is where the folder ``root`` is to be.
 
     Example:
         >>> manager = holdfast.CheckpointManager("/ckpt/run1", every=500, keep=holdfast.Keep(last=2))
@@ -72,8 +72,7 @@ class CheckpointManager:
     def __init__(self, options: ManagerOptions) -> None:
         self._options = options
         self.root = with_deadline(location(options.root), options.deadline)
-        if self.root.no_saves:
-            raise Unsupported(f"{self.root} cannot be the root of a manager: {self.root.no_saves}")
+        refuse_no_folder(self.root)
         self.every, self.keep = options.every, options.keep
         self.should_stop = False
         self._warned = False
@@ -135,8 +134,11 @@ class CheckpointManager:
 
         Args:
             state: As for `step`. Call it once model and optimizers exist; see `Saver.prepare`.
+
+        Raises:
+            StorageError: A folder that saves go to cannot be written. The same on every rank.
         """
-        self._saves.saver.prepare(state)
+        self._saves.prepare(state)
 
     def step(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, due: bool | None = None,
@@ -333,14 +335,9 @@ class CheckpointManager:
         """
         if self._scrubbing is not None:
             self._scrubbing.stop(timeout=STOPS)
-        steps, fast = self._home.store, self._home.fast
-
-        def sources(name: str) -> list[Place]:
-            near = fast is not steps and (fast.root / name / FILE_NAME).is_file()
-            return [fast.root / name, steps.root] if near else [steps.root]
-
+        steps = self._home.store if self._ranks.first else None
         self._scrubbing = Scrubbing(
-            steps if self._ranks.first else None, every=every, rate=rate, repair=repair, sources=sources,
+            steps, every=every, rate=rate, repair=repair, sources=sources_of(self._home.store, self._home.fast),
             busy=lambda: bool(self._recent.under_way),
         )  # fmt: skip
         return self._scrubbing

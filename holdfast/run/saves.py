@@ -25,6 +25,7 @@ from holdfast.run.going_back import WentBack
 from holdfast.run.options import ManagerOptions
 from holdfast.run.recent import Recent
 from holdfast.run.record import Record
+from holdfast.run.root import refuse_read_only
 from holdfast.run.signals import Signals
 from holdfast.run.tiers.home import Home
 from holdfast.run.whole import note_of
@@ -70,6 +71,20 @@ class Saves:
         self.restored, self._restored_step = path, loaded.step
         if self._bases is not None:
             self._bases.start_from(path, loaded.step)
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Make sure that the folder takes saves, and do what the first save would do before it copies."""
+        root = self._home.fast.root
+
+        def look() -> bool:
+            refuse_read_only(root)
+            return True
+
+        if not root.is_remote:
+            label = f"prepare to save in {self._home.store.root}"
+            with self._ranks.call(label, deadline=self._options.deadline) as call:
+                call.exchange("root", look, lambda notes: True, bool)
+        self.saver.prepare(state)
 
     def begin(self, step: int, state: Mapping[str, Any], metric: float | None, *, overwrite: bool = False) -> Saving:
         """Begin to save ``step``. Without a worker, the outcome is known when this returns."""
