@@ -160,6 +160,7 @@ class CheckpointManager:
 
         Raises:
             SaveFailed: An earlier save has failed. Training may go on, and the steps before it stay.
+            Mismatch: The first save of this manager, in a root that has steps as late, of which it has restored none.
 
         Example:
             >>> saving = manager.step(500, {"model": model, "step": 500}, metric=0.25)
@@ -270,11 +271,13 @@ class CheckpointManager:
         patience = min(SURVIVORS, self._options.deadline / 2)  # the other ranks wait meanwhile
         with naming_load():
             loaded = self._home.restore(state, options, patience, self._saves.writing_to)
-        if loaded is not None:
-            self._saves.go_on_from(loaded, back=options.step is not None)
-        if self._ranks.first and loaded is None:
-            log.info("no checkpoint in %s yet: training starts afresh", self.root)
-        elif self._ranks.first and loaded is not None:
+        if loaded is None:
+            self._saves.start_afresh(options)
+            if self._ranks.first:
+                log.info("no checkpoint in %s yet: training starts afresh", self.root)
+            return None
+        self._saves.go_on_from(loaded, back=options.step is not None)
+        if self._ranks.first:
             log.info(
                 "restored step %s from %s in %.2f s; ranks then %d, now %d", loaded.step, loaded.checkpoint.path,
                 loaded.seconds, loaded.checkpoint.world_size, self._ranks.size,

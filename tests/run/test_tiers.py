@@ -606,7 +606,7 @@ def test_another_run_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFi
     holdfast.save(_state(1), root / "step-000000001", run="0123456789abcdef")
     there = holdfast.open(root / "step-000000001").manifest.save
     with _manager(root, tmp_path / "fast") as manager:
-        _train(manager, 1)  # without a restore: another run
+        manager.step(1, _state(1), overwrite=True)  # without a restore: another run
         wait_until(lambda: _warnings(caplog, "is not replaced"))
         _train(manager, 2)
     assert holdfast.open(root / "step-000000001").manifest.save == there and store.commits[-1] == 2
