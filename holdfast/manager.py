@@ -45,7 +45,7 @@ class CheckpointManager:
     fails is raised by a later `step`, the same one on all ranks; training may go on either way.
 
     Args:
-        options: The fields of `holdfast.run.options.ManagerOptions`, as keywords; ``root`` comes first, without a name.
+        options: ``root``, then keywords. ``help(CheckpointManager.__init__)`` lists the fields of `ManagerOptions`.
 
     Attributes:
         should_stop: True once a signal has asked the run to stop, and its last step is saved: at the same step on all
@@ -84,7 +84,8 @@ class CheckpointManager:
         if options.fast is not None:
             self._home = Tiers(self.root, options, ranks, f"{key}/tiers")
         else:
-            self._home = OneRoot(self.root, options, ranks, doubtful=self._damaged)
+            found_damaged = lambda: [] if self._scrubbing is None else self._scrubbing.damaged(self.root)  # noqa: E731
+            self._home = OneRoot(self.root, options, ranks, doubtful=found_damaged)
         self._recent = Recent(raises=options.on_failure == "raise")
         self._record = Record(self.root, options, ranks, self._home, self._recent)
         self._saves = Saves(options, ranks, self._home, self._recent, self._record)
@@ -289,7 +290,11 @@ class CheckpointManager:
         return self._home.latest()
 
     def steps(self) -> list[int]:
-        """Return the committed steps, oldest first, without those that training left behind. Any rank may ask."""
+        """Return the committed steps, oldest first, without those that training left behind. Any rank may ask.
+
+        It looks at the disk. The first rank deletes what ``keep`` lets go, after a save has ended on all ranks: another
+        rank may see such a step for a moment, even after `close`.
+        """
         return self._home.steps()
 
     def best(self) -> Checkpoint | None:
@@ -344,7 +349,3 @@ class CheckpointManager:
             busy=lambda: bool(self._recent.under_way),
         )  # fmt: skip
         return self._scrubbing
-
-    def _damaged(self) -> list[str]:
-        """Names of steps that scrubbing has found damaged."""
-        return self._scrubbing.damaged(self.root) if self._scrubbing is not None else []
