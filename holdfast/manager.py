@@ -292,8 +292,7 @@ class CheckpointManager:
     def steps(self) -> list[int]:
         """Return the committed steps, oldest first, without those that training left behind. Any rank may ask.
 
-        It looks at the disk. The first rank deletes what ``keep`` lets go, after a save has ended on all ranks: another
-        rank may see such a step for a moment, even after `close`.
+        The first rank deletes what ``keep`` lets go after a save: others may see it for a moment, even after `close`.
         """
         return self._home.steps()
 
