@@ -612,6 +612,23 @@ def test_another_run_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert holdfast.open(root / "step-000000001").manifest.save == there and store.commits[-1] == 2
 
 
+@pytest.mark.parametrize("fast_has_it", [False, True])
+def test_a_step_without_a_manifest_in_the_store_names_its_rescue(fast_has_it: bool, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for step in (1, 2):
+        holdfast.save(_state(step), root / f"step-00000000{step}", step=step)
+    (root / "step-000000001" / "manifest.json").unlink()
+    if fast_has_it:
+        holdfast.save(_state(1), tmp_path / "fast" / "step-000000001", step=1)
+    with _manager(root, tmp_path / "fast") as manager:
+        if fast_has_it:
+            loaded = manager.restore(_state(0), step=1)
+            assert loaded is not None and loaded.step == 1
+        else:
+            with pytest.raises(holdfast.errors.NotACheckpoint, match="holdfast rescue .*step-000000001 --like STEP"):
+                manager.restore(_state(0), step=1)
+
+
 def test_a_fast_folder_belongs_to_one_root(tmp_path: Path) -> None:
     store = Moody()
     _run(StorePlace(store, "one"), tmp_path / "fast", 1)

@@ -227,6 +227,10 @@ class Survey:
             return self._chosen(best, silence)
         if silence is not None:  # training must not begin again because the store is down
             raise silence
+        if isinstance(options.step, int):
+            for path in (self.store.path(options.step), self.fast.path(options.step)):
+                if not (path / manifest.FILE_NAME).is_file():
+                    refuse_uncommitted(path)
         if options.step is not None:
             raise NotACheckpoint(f"step {options.step} of {self.store.root} is whole in neither tier")
         self.store.refuse_a_checkpoint()
