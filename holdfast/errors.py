@@ -182,3 +182,13 @@ def error_from(
     if failure.errno is not None and isinstance(error, OSError):
         error.errno = failure.errno
     return error
+
+
+def cause_to_show(errors: Sequence[BaseException]) -> BaseException | None:
+    """What this rank's traceback shows above the error that all ranks raise, of what it failed with itself.
+
+    Not a refusal, which has no cause and says all there is: a reader would find the same text twice.
+    """
+    own = next(iter(errors), None)
+    is_refusal = isinstance(own, HoldfastError) and type(own) is not HoldfastError and own.__cause__ is None
+    return None if is_refusal else own

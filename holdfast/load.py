@@ -225,11 +225,6 @@ def open_and_match(
     return (matched, demand), note
 
 
-def why(error: Exception) -> str:
-    """Why a load failed, for a caller who loads something else instead, which fills all of the state."""
-    return str(error).removesuffix(PARTLY_FILLED)
-
-
 def restore(
     call: Call, matched: Matched, shared: sharing.Sharing, where: object, *, verify: Verify,
     early: ReadStats | None = None,

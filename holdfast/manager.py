@@ -10,25 +10,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.errors import SaveFailed, Unsupported
+from holdfast.errors import SaveFailed
 from holdfast.events import log
 from holdfast.load import Loaded
 from holdfast.ondisk.arguments import STATE, step_number
-from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import ranks_of
 from holdfast.run.interval import Advice
 from holdfast.run.options import ManagerOptions, RestoreOptions
 from holdfast.run.recent import Recent
 from holdfast.run.record import Record
+from holdfast.run.root import refuse_no_folder
 from holdfast.run.saves import Saves
-from holdfast.run.scrub import RATE, Scrubbing
+from holdfast.run.scrub import RATE, Scrubbing, sources_of
 from holdfast.run.signals import Announcements, Signals
 from holdfast.run.tiers.home import Durability, Home
 from holdfast.run.tiers.one import OneRoot
 from holdfast.run.tiers.tiers import Tiers
 from holdfast.saving import Saving
 from holdfast.saving.options import takes
-from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
 
@@ -46,7 +45,7 @@ class CheckpointManager:
     fails is raised by a later `step`, the same one on all ranks; training may go on either way.
 
     Args:
-        options: The fields of `holdfast.run.options.ManagerOptions`, as keywords; ``root`` comes first, without a name.
+        options: ``root``, then keywords. ``help(CheckpointManager.__init__)`` lists the fields of `ManagerOptions`.
 
     Attributes:
         should_stop: True once a signal has asked the run to stop, and its last step is saved: at the same step on all
@@ -55,6 +54,7 @@ class CheckpointManager:
     Raises:
         ValueError: An option that cannot be meant.
         Mismatch: The ``fast`` folder belongs to another run.
+        StorageError: A file is where the folder ``root`` is to be.
 
     Example:
         >>> manager = holdfast.CheckpointManager("/ckpt/run1", every=500, keep=holdfast.Keep(last=2))
@@ -72,8 +72,7 @@ class CheckpointManager:
     def __init__(self, options: ManagerOptions) -> None:
         self._options = options
         self.root = with_deadline(location(options.root), options.deadline)
-        if self.root.no_saves:
-            raise Unsupported(f"{self.root} cannot be the root of a manager: {self.root.no_saves}")
+        refuse_no_folder(self.root)
         self.every, self.keep = options.every, options.keep
         self.should_stop = False
         self._warned = False
@@ -85,7 +84,10 @@ class CheckpointManager:
         if options.fast is not None:
             self._home = Tiers(self.root, options, ranks, f"{key}/tiers")
         else:
-            self._home = OneRoot(self.root, options, ranks, doubtful=self._damaged)
+            self._home = OneRoot(
+                self.root, options, ranks,
+                doubtful=lambda: [] if self._scrubbing is None else self._scrubbing.damaged(self.root),
+            )  # fmt: skip
         self._recent = Recent(raises=options.on_failure == "raise")
         self._record = Record(self.root, options, ranks, self._home, self._recent)
         self._saves = Saves(options, ranks, self._home, self._recent, self._record)
@@ -135,8 +137,11 @@ class CheckpointManager:
 
         Args:
             state: As for `step`. Call it once model and optimizers exist; see `Saver.prepare`.
+
+        Raises:
+            StorageError: A folder that saves go to cannot be written. The same on every rank.
         """
-        self._saves.saver.prepare(state)
+        self._saves.prepare(state)
 
     def step(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, due: bool | None = None,
@@ -158,6 +163,7 @@ class CheckpointManager:
 
         Raises:
             SaveFailed: An earlier save has failed. Training may go on, and the steps before it stay.
+            Mismatch: The first save of this manager, in a root that has steps as late, of which it has restored none.
 
         Example:
             >>> saving = manager.step(500, {"model": model, "step": 500}, metric=0.25)
@@ -267,11 +273,13 @@ class CheckpointManager:
         self._recent.settle()
         patience = min(SURVIVORS, self._options.deadline / 2)  # the other ranks wait meanwhile
         loaded = self._home.restore(state, options, patience, self._saves.writing_to)
-        if loaded is not None:
-            self._saves.go_on_from(loaded, back=options.step is not None)
-        if self._ranks.first and loaded is None:
-            log.info("no checkpoint in %s yet: training starts afresh", self.root)
-        elif self._ranks.first and loaded is not None:
+        if loaded is None:
+            self._saves.start_afresh(options)
+            if self._ranks.first:
+                log.info("no checkpoint in %s yet: training starts afresh", self.root)
+            return None
+        self._saves.go_on_from(loaded, back=options.step is not None)
+        if self._ranks.first:
             log.info(
                 "restored step %s from %s in %.2f s; ranks then %d, now %d", loaded.step, loaded.checkpoint.path,
                 loaded.seconds, loaded.checkpoint.world_size, self._ranks.size,
@@ -283,7 +291,10 @@ class CheckpointManager:
         return self._home.latest()
 
     def steps(self) -> list[int]:
-        """Return the committed steps, oldest first, without those that training left behind. Any rank may ask."""
+        """Return the committed steps, oldest first, without those that training left behind. Any rank may ask.
+
+        The first rank deletes what ``keep`` lets go after a save: others may see it for a moment, even after `close`.
+        """
         return self._home.steps()
 
     def best(self) -> Checkpoint | None:
@@ -332,18 +343,8 @@ class CheckpointManager:
         """
         if self._scrubbing is not None:
             self._scrubbing.stop(timeout=STOPS)
-        steps, fast = self._home.store, self._home.fast
-
-        def sources(name: str) -> list[Place]:
-            near = fast is not steps and (fast.root / name / FILE_NAME).is_file()
-            return [fast.root / name, steps.root] if near else [steps.root]
-
         self._scrubbing = Scrubbing(
-            steps if self._ranks.first else None, every=every, rate=rate, repair=repair, sources=sources,
-            busy=lambda: bool(self._recent.under_way),
+            self._home.store if self._ranks.first else None, every=every, rate=rate, repair=repair,
+            sources=sources_of(self._home.store, self._home.fast), busy=lambda: bool(self._recent.under_way),
         )  # fmt: skip
         return self._scrubbing
-
-    def _damaged(self) -> list[str]:
-        """Names of steps that scrubbing has found damaged."""
-        return self._scrubbing.damaged(self.root) if self._scrubbing is not None else []

@@ -23,6 +23,7 @@ from holdfast.commit.job import Base, Failed, Job, attempt, value_of
 from holdfast.commit.outgoing import Outgoing, lay_out
 from holdfast.commit.settle import settle
 from holdfast.errors import HoldfastError, Unsupported
+from holdfast.ondisk.arguments import PATH, SECONDS, STEP, check, or_none
 from holdfast.ondisk.manifest import FORMAT
 from holdfast.ondisk.patterns import Patterns
 from holdfast.policies.points import Policies
@@ -81,6 +82,7 @@ def save(
         >>> holdfast.save({"model": model, "step": 7}, "/ckpt/new").step
         7
     """
+    check({"path": PATH, "deadline": SECONDS}, {"path": path, "deadline": deadline})
     folder = with_deadline(location(path), deadline)
     label, step = label or label_of(folder, step), step_of(state, step)
     ranks, began = ranks_of(group), monotonic()
@@ -128,7 +130,8 @@ def base_of(base: Based | None, deadline: float) -> Base | None:
 
 
 def step_of(state: Mapping[str, Any], step: int | None) -> int | None:
-    """The step of a save: as given, by NumPy or torch perhaps, or as the state says. Raises TypeError for a float."""
+    """The step of a save: as given, by NumPy or torch perhaps, or as the state says. Raises TypeError or ValueError."""
+    or_none(STEP).check("step", step)
     if step is None and isinstance(state, dict) and type(state.get("step")) is int:
         return int(state["step"])
     return None if step is None else index(step)

@@ -24,7 +24,7 @@ from holdfast.commit.gather import Attached
 from holdfast.commit.job import REHEARSAL, Base, Job
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import log
-from holdfast.ondisk.arguments import one_of
+from holdfast.ondisk.arguments import PATH, one_of
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.patterns import Patterns
 from holdfast.policies.replicas.compare import compared_by
@@ -153,6 +153,7 @@ class Saver:
             HoldfastError: The Saver is closed.
         """
         self._check_open()
+        PATH.check("path", path)
         folder = with_deadline(location(path), self._deadline)
         label, step = label or label_of(folder, step), step_of(state, step)
         based = Base(base.to_reuse) if isinstance(base, Saving) else base_of(base, self._deadline)

@@ -543,3 +543,20 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         assert file.name in str(caught.value)
         file.write_bytes(original)
     holdfast.open(tmp_path / "c").verify()
+
+
+@pytest.mark.parametrize("saved", ["the optimizer", "its state_dict"])
+def test_a_state_dict_in_the_place_of_its_optimizer_is_named(saved: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer, fresh = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    given = optimizer if saved == "the optimizer" else optimizer.state_dict()
+    holdfast.save({"model": model, "optimizer": given}, tmp_path / "c")
+    theirs = (optimizer if saved == "the optimizer" else fresh).state_dict()
+    with pytest.raises(holdfast.errors.Mismatch, match="under numbers is of a state_dict.*give the optimizer itself"):
+        holdfast.load(tmp_path / "c", {"model": model, "optimizer": theirs})
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
+        holdfast.load(tmp_path / "c", {"model": torch.nn.Linear(2, 2), "optimizer": fresh})
+    assert "give the optimizer itself" not in str(caught.value)
+    holdfast.load(tmp_path / "c", {"model": model, "optimizer": fresh})

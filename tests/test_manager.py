@@ -223,6 +223,38 @@ def test_damaged_steps_alone_are_not_taken_for_none(how: str, fast: bool, tmp_pa
         assert manager.restore(_state()) is None, "those who deleted them want to start from scratch"
 
 
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("older", ["damaged", "unlike"])
+def test_a_restore_that_fails_says_if_it_has_filled_the_state_in_part(older: str, fast: bool, tmp_path: Path) -> None:
+    root, tiers = tmp_path / "run", {"fast": tmp_path / "fast"} if fast else {}
+    with CheckpointManager(root, every=1, keep=Keep(last=5)) as manager:
+        manager.save(1, {**_state(1), "ema": torch.zeros(2)} if older == "unlike" else _state(1))
+        manager.save(2, _state(2))
+    for step in (1, 2):
+        _break(root / f"step-00000000{step}", "flipped")
+    error = holdfast.errors.Mismatch if older == "unlike" else holdfast.errors.NotACheckpoint
+    told = "(; |\n)the state may be filled in part: load again before you use it(\n|$)"
+    with CheckpointManager(root, every=1, **tiers) as manager, pytest.raises(error, match=told):  # type: ignore[arg-type]
+        manager.restore(_state())
+
+
+def test_a_step_that_is_not_there_is_told_in_one_traceback(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(10, _state(10))
+        with pytest.raises(holdfast.errors.NotACheckpoint, match="no step 45 in .*; its steps are 10") as caught:
+            manager.restore(_state(), step=45)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_a_restore_that_fails_before_it_fills_says_nothing_of_it(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(1, _state(1))
+        _break(tmp_path / "step-000000001", "truncated")
+        with pytest.raises(holdfast.errors.NotACheckpoint) as caught:
+            manager.restore(_state())
+        assert "in part" not in str(caught.value)
+
+
 def test_mismatch_does_not_fall_back(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, every=1) as manager:
         manager.step(1, _state(1))

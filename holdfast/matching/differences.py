@@ -19,6 +19,9 @@ from holdfast.ondisk.patterns import closest, did_you_mean
 UNLIKE_SHAPE = "saved with shape"
 """Part of what is said of a tensor that has another shape here."""
 
+_BY_NUMBER = re.compile(r"(^|/)state/\d+/")
+"""In names of what torch's ``optimizer.state_dict()`` returns; of a live optimizer they go by parameters."""
+
 _SHOWN = 200
 
 
@@ -72,6 +75,8 @@ def raise_if_any(differences: Sequence[Differences], unfit: Collection[str], adv
             f"{len(extra)} in the checkpoint that nothing asks for (only= leaves them out, rename= maps them):"
             + listed([name + did_you_mean(asked_as.get(name)) for name in extra])
         )
+    if any(_BY_NUMBER.search(name) for name in (*missing, *extra)):
+        text.append("optimizer state under numbers is of a state_dict(): give the optimizer itself in its place")
     if advice and (missing or extra or any(of_rank.castable for of_rank in differences)):
         text.append(advice)
     raise Mismatch("\n".join(text))

@@ -25,7 +25,7 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast import events
-from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, error_from, failure_of
+from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, cause_to_show, error_from, failure_of
 from holdfast.events import log
 from holdfast.ondisk.blocks import digest
 from holdfast.ranks.heartbeat import Vigil, Watch, Work, at_work
@@ -223,7 +223,7 @@ class Call:
             failed = error_from(
                 verdict.failure, saving=self.saving, settled=verdict.settled, absent=absent, alone=alone
             )
-            raise failed from (errors[0] if errors and verdict.failure.rank == ranks.number(ranks.rank) else None)
+            raise failed from cause_to_show(errors if verdict.failure.rank == ranks.number(ranks.rank) else [])
         return msgspec.msgpack.decode(verdict.answer or b"", type=answer)
 
     def settle(

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, Unsupported
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
 from holdfast.ranks.ranks import Ranks
@@ -18,6 +18,7 @@ from holdfast.run.journal import Entry, Now
 from holdfast.run.journaling import Journal
 from holdfast.run.options import ManagerOptions
 from holdfast.run.recent import Recent
+from holdfast.run.root import refuse_read_only
 from holdfast.run.tiers.home import Home
 from holdfast.saving import Saving
 from holdfast.storage.place import Place
@@ -29,14 +30,25 @@ class Record:
     def __init__(self, root: Place, options: ManagerOptions, ranks: Ranks, home: Home, recent: Recent) -> None:
         self._options, self._ranks, self._home, self._recent = options, ranks, home, recent
         self._at: tuple[int, float | None] = (0, None)  # the newest step, and its metric
+        self._has_looked = False
         self.figures = Figures()
         self.mode = options.keep.mode  # or what the run has recorded, once that is known
         self.journal = Journal(root) if options.journal and ranks.first else None
 
     def arrived(self, step: int, metric: float | None) -> None:
         """Training has done ``step``."""
+        if self._ranks.first and not self._has_looked:
+            self._has_looked = True
+            self._warn_of_root()
         self.figures.arrived(step)
         self._at = (step, metric)
+
+    def _warn_of_root(self) -> None:
+        """The first save may be hours away. No error: ranks may see different disks, and a save has the last word."""
+        try:
+            refuse_read_only(self._home.fast.root)
+        except (OSError, Unsupported) as error:
+            log.warning("no step can be saved: %s", error)
 
     def left(self, step: int) -> None:
         """Training goes on from ``step``."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from holdfast.commit.job import Base
-from holdfast.errors import Damaged, RankLost, SaveFailed, StorageError
+from holdfast.errors import Damaged, Mismatch, RankLost, SaveFailed, StorageError
 from holdfast.events import log
 from holdfast.load import Loaded
 from holdfast.ondisk.manifest import NOTES
@@ -22,9 +22,10 @@ from holdfast.ranks.ranks import Ranks
 from holdfast.run.bases import Bases
 from holdfast.run.foreground import Foreground
 from holdfast.run.going_back import WentBack
-from holdfast.run.options import ManagerOptions
+from holdfast.run.options import ManagerOptions, RestoreOptions
 from holdfast.run.recent import Recent
 from holdfast.run.record import Record
+from holdfast.run.root import refuse_read_only
 from holdfast.run.signals import Signals
 from holdfast.run.tiers.home import Home
 from holdfast.run.whole import note_of
@@ -56,20 +57,39 @@ class Saves:
         self._restored_step: int | None = None
         self._run: str | None = None
         self._goes_back = False
+        self._knows_root = False  # it has restored, or found nothing to restore, or has saved
 
     @property
     def step(self) -> int | None:
         """The step that was saved or restored last."""
         return self._restored_step if self.newest is None else self.newest.step
 
+    def start_afresh(self, options: RestoreOptions) -> None:
+        """Nothing was restored: there is no step, or none of the run that was asked for."""
+        self._knows_root = options.of_run is None
+
     def go_on_from(self, loaded: Loaded, *, back: bool) -> None:
         """A step was restored: what is saved from now on continues its run. ``back``: there may be later steps."""
-        self._goes_back = back
+        self._goes_back, self._knows_root = back, True
         path = loaded.checkpoint.path
         self._run, self.newest = loaded.checkpoint.manifest.run, None
         self.restored, self._restored_step = path, loaded.step
         if self._bases is not None:
             self._bases.start_from(path, loaded.step)
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Make sure that the folder takes saves, and do what the first save would do before it copies."""
+        root = self._home.fast.root
+
+        def look() -> bool:
+            refuse_read_only(root)
+            return True
+
+        if not root.is_remote:
+            label = f"prepare to save in {self._home.store.root}"
+            with self._ranks.call(label, deadline=self._options.deadline) as call:
+                call.exchange("root", look, lambda notes: True, bool)
+        self.saver.prepare(state)
 
     def begin(self, step: int, state: Mapping[str, Any], metric: float | None, *, overwrite: bool = False) -> Saving:
         """Begin to save ``step``. Without a worker, the outcome is known when this returns."""
@@ -77,6 +97,9 @@ class Saves:
             log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
         if self._goes_back:
             self._leave_behind()
+        if not (self._knows_root or overwrite):
+            self._refuse_earlier_run(step)
+        self._knows_root = True
         path, run, fast = self._home.fast.path(step), self._run_of(step), self._home.fast
         # A step that is there, but was not restored, stands in the way of its own successor.
         overwrite = overwrite or path.name in fast.broken | fast.passed or self._was_left_behind(step, path)
@@ -104,6 +127,32 @@ class Saves:
             with self.raising():
                 saving.wait()
         return saving
+
+    def _refuse_earlier_run(self, step: int) -> None:
+        """Raise Mismatch, on all ranks, if the root has a step as late as this one, and none of them was restored.
+
+        The steps of two runs would be mixed, and a save would fail where the earlier run has saved. A later step may be
+        one of the same run, which has loaded the newest checkpoint by itself.
+        """
+        root = self._home.store.root
+
+        def look() -> bool:
+            try:
+                newest = self._home.latest()
+                if newest is None or newest.step is None or step > newest.step:
+                    return True
+                steps = self._home.steps() or [newest.step]
+            except (Damaged, StorageError) as error:
+                log.warning("cannot tell whether an earlier run has saved in %s: %s", root, error)
+                return True
+            there = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} … {steps[-1]}"
+            raise Mismatch(
+                f"{root} holds {there} of an earlier run, and this manager restored none of them: step {step} is not "
+                "saved. Call manager.restore(state) before you train, or choose another root to start afresh"
+            )
+
+        with self._ranks.call(f"first save in {root}", deadline=self._options.deadline) as call:
+            call.exchange("root", lambda: True, lambda _: look(), bool)
 
     def _note_of(self, metric: float | None) -> bytes:
         """The metric; and with `Keep.best` the mode, by the rules or by what the run has recorded. The first rank's."""

@@ -20,7 +20,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.formats.own import Own, read_manifest
-from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.manifest import FILE_NAME, Manifest
 from holdfast.read.damage import Damage, Findings, damages, tensors_hit
 from holdfast.read.examine import examine
 from holdfast.read.files import DataFiles
@@ -58,6 +58,16 @@ class Checked(msgspec.Struct, frozen=True):
 
 class _Note(msgspec.Struct):
     steps: dict[str, Checked] = {}
+
+
+def sources_of(store: Steps, fast: Steps) -> Callable[[str], list[Place]]:
+    """Where a damaged step of ``store`` finds its bytes again, by its name: in the fast tier, or in the other steps."""
+
+    def sources(name: str) -> list[Place]:
+        near = fast is not store and (fast.root / name / FILE_NAME).is_file()
+        return [fast.root / name, store.root] if near else [store.root]
+
+    return sources
 
 
 class Scrubbing:

@@ -175,7 +175,7 @@ def test_a_store(moto: Server, run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_steps_of_two_runs(tmp_path: Path, run: Run) -> None:
     for step in (300, 150):  # who begins afresh beside older steps is another run
         with holdfast.CheckpointManager(tmp_path, every=1, worker="none", signals=()) as manager:
-            manager.save(step, {"step": step})
+            manager.save(step, {"step": step}, overwrite=True)
     manager = holdfast.CheckpointManager(tmp_path, every=1, worker="none", signals=())
     with manager, pytest.raises(holdfast.errors.Mismatch, match="two runs"):
         manager.restore({"step": 0})

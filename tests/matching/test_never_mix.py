@@ -166,8 +166,12 @@ def test_a_run_that_began_afresh_beside_an_older_one(
     assert "another run" not in caplog.text
     _new_process()
     with _manager(root) as manager:  # forgets to restore
-        for step in (1, 2):
-            manager.save(step, {"w": {"x": torch.full((4,), 2.0)}, "step": step})
+        fresh = {"w": {"x": torch.full((4,), 2.0)}, "step": 1}
+        with pytest.raises(holdfast.errors.Mismatch, match="holds steps 98 … 100 of an earlier run, .* restored none"):
+            manager.save(1, fresh)
+        assert manager.steps() == [98, 99, 100]
+        manager.save(1, fresh, overwrite=True)  # and means it
+        manager.save(2, {**fresh, "step": 2})
     told = [record.getMessage() for record in caplog.records if "another run" in record.getMessage()]
     assert len(told) == 1 and "holds steps up to 100, and this run goes on at step 1" in told[0], told
     new = holdfast.open(tmp_path / "step-000000002").run
@@ -182,6 +186,22 @@ def test_a_run_that_began_afresh_beside_an_older_one(
             loaded = manager.restore(state, run=run)
             assert loaded is not None and loaded.step == step == state["step"]
         assert manager.restore(state, run="0" * 16) is None
+        with pytest.raises(holdfast.errors.Mismatch, match="restored none of them: step 3 is not saved"):
+            manager.save(3, state)
+
+
+def _save_and_tell(root: str) -> str:
+    with _manager(root) as manager, pytest.raises(holdfast.errors.Mismatch) as caught:
+        manager.step(2, {"w": {"x": torch.zeros(4)}, "step": 2})
+    return str(caught.value)
+
+
+def test_all_ranks_refuse_to_save_beside_an_older_run(tmp_path: Path) -> None:
+    _run(tmp_path, range(3, 4), 1.0)
+    texts = pool.run(2, _save_and_tell, str(tmp_path))
+    assert len(set(texts)) == 1 and "holds step 3 of an earlier run" in texts[0]
+    with _manager(tmp_path) as manager:  # who begins behind it may have loaded it by hand
+        assert manager.save(4, {"w": {"x": torch.zeros(4)}, "step": 4}).step == 4
 
 
 def test_a_step_that_cannot_be_read_is_not_said_to_be_of_another_run(tmp_path: Path) -> None:

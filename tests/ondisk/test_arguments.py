@@ -72,6 +72,13 @@ def test_calls_of_a_manager_name_the_argument(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "says"),
     [
+        (lambda path, state: holdfast.save(str(path), state), TypeError, "path is a dict: give a path or a URL"),
+        (lambda path, state: holdfast.save(state, None), TypeError, "path=None: give a path or a URL"),
+        (lambda path, state: holdfast.save(state, path, deadline=0), ValueError, "deadline=0: give a number of"),
+        (lambda path, state: holdfast.save(state, path, step=-1), ValueError, "step=-1: give the number of steps that"),
+        (lambda path, state: holdfast.save(state, path, step=1.5), TypeError, "step=1.5: give the number of"),
+        (lambda path, state: holdfast.Saver().save(state, 3), TypeError, "path=3: give a path or a URL"),
+        (lambda path, state: holdfast.Saver().save(state, path, step=-1), ValueError, "step=-1: give the number of"),
         (lambda path, state: holdfast.load(state, str(path)), TypeError, "path is a dict: give a path or a URL"),
         (lambda path, state: holdfast.load(path, "r"), TypeError, "into='r': give a dict, such as "),
         (lambda path, state: holdfast.load(path, state, only=3), TypeError, "only=3: give names of the checkpoint"),

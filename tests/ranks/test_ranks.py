@@ -188,6 +188,15 @@ def test_the_failing_rank_keeps_the_cause() -> None:
     assert [error.__cause__ for error in found] == [None, cause, None]
 
 
+@pytest.mark.parametrize("error", [Mismatch("no step 45"), HoldfastError("a fault of holdfast")])
+def test_a_refusal_is_told_once(error: HoldfastError) -> None:
+    """In one traceback: what all ranks raise says all that the rank itself had to say."""
+    with pytest.raises(type(error)) as caught, Ranks(0, 1).call("x", deadline=LONG) as call:
+        meet(call, raising(error))
+    assert caught.value.__cause__ is (None if isinstance(error, Mismatch) else error)
+    assert caught.value.__suppress_context__
+
+
 def test_the_first_of_several_failures_is_told() -> None:
     def one(ranks: Ranks) -> Any:
         with ranks.call("x", deadline=LONG) as call:

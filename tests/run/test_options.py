@@ -121,3 +121,20 @@ def test_options_of_a_smaller_set() -> None:
     taken = saver_options(None, "run", every=1, slots=3, poll=9)
     assert taken["slots"] == 3 and taken.keys() == {field.name for field in fields(SaverOptions)}
     assert ResumeOptions(run="any").of_run is None and ResumeOptions(run="abc").of_run == "abc"
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (holdfast.CheckpointManager.__init__, ManagerOptions),
+        (holdfast.CheckpointManager.restore, RestoreOptions),
+        (holdfast.Saver.__init__, SaverOptions),
+    ],
+)
+def test_help_tells_of_each_option(function: Any, options: Any) -> None:
+    lines = [line.strip() for line in (inspect.getdoc(function) or "").splitlines()]
+    for field in fields(options):
+        assert any(line.startswith(f"{field.name}: ") for line in lines), field.name
+    if options is ManagerOptions:
+        assert "every: Save every so many steps." in lines
+        assert "deadline: Seconds that each phase of a save or load may take." in lines

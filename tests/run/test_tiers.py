@@ -606,10 +606,27 @@ def test_another_run_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFi
     holdfast.save(_state(1), root / "step-000000001", run="0123456789abcdef")
     there = holdfast.open(root / "step-000000001").manifest.save
     with _manager(root, tmp_path / "fast") as manager:
-        _train(manager, 1)  # without a restore: another run
+        manager.step(1, _state(1), overwrite=True)  # without a restore: another run
         wait_until(lambda: _warnings(caplog, "is not replaced"))
         _train(manager, 2)
     assert holdfast.open(root / "step-000000001").manifest.save == there and store.commits[-1] == 2
+
+
+@pytest.mark.parametrize("fast_has_it", [False, True])
+def test_a_step_without_a_manifest_in_the_store_names_its_rescue(fast_has_it: bool, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for step in (1, 2):
+        holdfast.save(_state(step), root / f"step-00000000{step}", step=step)
+    (root / "step-000000001" / "manifest.json").unlink()
+    if fast_has_it:
+        holdfast.save(_state(1), tmp_path / "fast" / "step-000000001", step=1)
+    with _manager(root, tmp_path / "fast") as manager:
+        if fast_has_it:
+            loaded = manager.restore(_state(0), step=1)
+            assert loaded is not None and loaded.step == 1
+        else:
+            with pytest.raises(holdfast.errors.NotACheckpoint, match="holdfast rescue .*step-000000001 --like STEP"):
+                manager.restore(_state(0), step=1)
 
 
 def test_a_fast_folder_belongs_to_one_root(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from holdfast.errors import Mismatch, RankLost
 from holdfast.events import log
+from holdfast.ondisk import manifest
 from holdfast.ranks.heartbeat import Watch
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.run.keep import Kept
@@ -261,3 +262,19 @@ def _sweep_tokens(folder: Place) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _OLD:
                 disk.delete(path)
+
+
+def bytes_of(path: Place) -> bytes:
+    """The manifest of a step as it is sent; empty if there is none."""
+    try:
+        return (path / manifest.FILE_NAME).read_small()
+    except FileNotFoundError:  # a later save has swept it
+        return b""
+
+
+def bring_manifest(path: Place, data: bytes) -> None:
+    """Write what another node has committed; this one may have an older save of the step."""
+    target, temporary = path / manifest.FILE_NAME, f".manifest.{os.getpid()}.{time.monotonic_ns()}.tmp"
+    path.make_folder()
+    if not target.create_small(data, temporary) and target.read_small() != data:
+        target.replace_small(data, temporary)

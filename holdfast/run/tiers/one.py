@@ -13,11 +13,12 @@ from typing import Any
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Damaged, NotACheckpoint, Untrusted
 from holdfast.events import log
-from holdfast.load import Loaded, load_from, why
+from holdfast.load import Loaded, load_from
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.policies.signing.keys import signing
 from holdfast.ranks.ranks import Ranks
 from holdfast.run import going_back
+from holdfast.run.attempts import Attempts
 from holdfast.run.going_back import WentBack
 from holdfast.run.options import ManagerOptions, RestoreOptions
 from holdfast.run.retention import KeptSteps
@@ -55,28 +56,29 @@ class OneRoot:
         """Load the newest whole step, and sweep first; see `Home.restore`."""
         refused: list[str] = []
         untrusted: Untrusted | None = None
-        while True:
-            with self._ranks.call(f"restore {self.root}", deadline=self._options.deadline) as call:
-                choose = partial(self._choose, options, refused, patience, spare)
-                name = call.exchange("choose", options.check, lambda notes: choose(), str)
-            if not name:
-                if untrusted is not None:
-                    raise untrusted
-                if refused:
-                    raise NotACheckpoint(f"no checkpoint of {self.root} can be restored: " + "; ".join(refused))
-                return None
-            try:
-                return load_from(
-                    self.root / name, state, options.of_load, group=self._options.group,
-                    deadline=self._options.deadline, require=options.require,
-                )  # fmt: skip
-            except (Damaged, NotACheckpoint, Untrusted) as error:
-                if options.step is not None:
-                    raise
-                untrusted = error if isinstance(error, Untrusted) else untrusted
-                log.warning("%s cannot be restored, trying the one before: %s", name, why(error))
-                refused.append(name)
-                self.fast.broken.add(name)
+        with Attempts() as attempts:
+            while True:
+                with self._ranks.call(f"restore {self.root}", deadline=self._options.deadline) as call:
+                    choose = partial(self._choose, options, refused, patience, spare)
+                    name = call.exchange("choose", options.check, lambda notes: choose(), str)
+                if not name:
+                    if untrusted is not None:
+                        raise untrusted
+                    if refused:
+                        raise NotACheckpoint(f"no checkpoint of {self.root} can be restored: " + "; ".join(refused))
+                    return None
+                try:
+                    return load_from(
+                        self.root / name, state, options.of_load, group=self._options.group,
+                        deadline=self._options.deadline, require=options.require,
+                    )  # fmt: skip
+                except (Damaged, NotACheckpoint, Untrusted) as error:
+                    if options.step is not None:
+                        raise
+                    untrusted = error if isinstance(error, Untrusted) else untrusted
+                    log.warning("%s cannot be restored, trying the one before: %s", name, attempts.failed(error))
+                    refused.append(name)
+                    self.fast.broken.add(name)
 
     def _choose(self, options: RestoreOptions, refused: list[str], patience: float, spare: Collection[Place]) -> str:
         """On the first rank: the name of the step to load; empty if there is none."""

@@ -5,8 +5,6 @@ The tiers of a manager own one. Never mixes two saves of a step, and never ignor
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Container, Iterator
 from functools import partial
 from typing import Any, Literal
@@ -18,14 +16,15 @@ from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
-from holdfast.load import Loaded, load_opened, why
+from holdfast.load import Loaded, load_opened
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import Keys
+from holdfast.run.attempts import Attempts
 from holdfast.run.options import ManagerOptions, RestoreOptions
 from holdfast.run.retention import KeptSteps
 from holdfast.run.steps import best_step, refuse_uncommitted
-from holdfast.run.tiers.nodes import News, Nodes
+from holdfast.run.tiers.nodes import News, Nodes, bring_manifest, bytes_of
 from holdfast.run.whole import lacking_files
 from holdfast.storage.place import Place
 
@@ -93,31 +92,33 @@ class Survey:
         untrusted: Untrusted | None = None
         self._gather(patience, spare)
         try:
-            while True:
-                with self._ranks.call(f"restore {self.store.root}", deadline=self._deadline) as call:
-                    choose = partial(self._choose, refused, options)
-                    choice = call.exchange("choose", options.check, lambda notes: choose(), Choice)
-                if not choice.name:
-                    if untrusted is not None:
-                        raise untrusted
-                    if refused:
-                        names = "; ".join(f"{name} ({tier})" for tier, name in sorted(refused))
-                        raise NotACheckpoint(f"no checkpoint of {self.store.root} can be restored: {names}")
-                    return None
-                try:
-                    opening, label = partial(self._open, choice, options.require), f"restore {choice.name}"
-                    return load_opened(
-                        opening, state, f"{label} of {self.store.root}", self._ranks, options.of_load,
-                        deadline=self._deadline,
-                    )  # fmt: skip
-                except (Damaged, NotACheckpoint, Untrusted) as error:
-                    if options.step is not None:
-                        raise
-                    untrusted = error if isinstance(error, Untrusted) else untrusted
-                    log.warning("%s (%s) cannot be restored, trying another: %s", choice.name, choice.tier, why(error))
-                    refused.add((choice.tier, choice.name))
-                    # It gives way to its successor, and is not uploaded.
-                    (self.fast if choice.tier == "fast" else self.store).broken.add(choice.name)
+            with Attempts() as attempts:
+                while True:
+                    with self._ranks.call(f"restore {self.store.root}", deadline=self._deadline) as call:
+                        choose = partial(self._choose, refused, options)
+                        choice = call.exchange("choose", options.check, lambda notes: choose(), Choice)
+                    if not choice.name:
+                        if untrusted is not None:
+                            raise untrusted
+                        if refused:
+                            names = "; ".join(f"{name} ({tier})" for tier, name in sorted(refused))
+                            raise NotACheckpoint(f"no checkpoint of {self.store.root} can be restored: {names}")
+                        return None
+                    try:
+                        opening, label = partial(self._open, choice, options.require), f"restore {choice.name}"
+                        return load_opened(
+                            opening, state, f"{label} of {self.store.root}", self._ranks, options.of_load,
+                            deadline=self._deadline,
+                        )  # fmt: skip
+                    except (Damaged, NotACheckpoint, Untrusted) as error:
+                        if options.step is not None:
+                            raise
+                        untrusted = error if isinstance(error, Untrusted) else untrusted
+                        why = attempts.failed(error)
+                        log.warning("%s (%s) cannot be restored, trying another: %s", choice.name, choice.tier, why)
+                        refused.add((choice.tier, choice.name))
+                        # It gives way to its successor, and is not uploaded.
+                        (self.fast if choice.tier == "fast" else self.store).broken.add(choice.name)
         finally:
             self._candidates = {}
 
@@ -225,6 +226,10 @@ class Survey:
             return self._chosen(best, silence)
         if silence is not None:  # training must not begin again because the store is down
             raise silence
+        if isinstance(options.step, int):
+            for path in (self.store.path(options.step), self.fast.path(options.step)):
+                if not (path / manifest.FILE_NAME).is_file():
+                    refuse_uncommitted(path)
         if options.step is not None:
             raise NotACheckpoint(f"step {options.step} of {self.store.root} is whole in neither tier")
         self.store.refuse_a_checkpoint()
@@ -331,19 +336,3 @@ def _lacks(one: _Seen, save: str, lost: bool) -> bool:
     """Whether a node has files of a save, and not its manifest as it is now."""
     # All of its files may be links to those of older saves: then nothing in the folder tells which save it is of.
     return (one.save, one.lost) != (save, lost) and (one.save == save or save in one.files or not one.save)
-
-
-def bytes_of(path: Place) -> bytes:
-    """The manifest of a step as it is sent; empty if there is none."""
-    try:
-        return (path / manifest.FILE_NAME).read_small()
-    except FileNotFoundError:  # a later save has swept it
-        return b""
-
-
-def bring_manifest(path: Place, data: bytes) -> None:
-    """Write what another node has committed; this one may have an older save of the step."""
-    target, temporary = path / manifest.FILE_NAME, f".manifest.{os.getpid()}.{time.monotonic_ns()}.tmp"
-    path.make_folder()
-    if not target.create_small(data, temporary) and target.read_small() != data:
-        target.replace_small(data, temporary)

@@ -25,8 +25,8 @@ from holdfast.run.retention import KeptSteps
 from holdfast.run.steps import Steps, best_step
 from holdfast.run.tiers.backlog import Backlog
 from holdfast.run.tiers.home import Durability
-from holdfast.run.tiers.nodes import News, find_nodes
-from holdfast.run.tiers.survey import Survey, bring_manifest, bytes_of
+from holdfast.run.tiers.nodes import News, bring_manifest, bytes_of, find_nodes
+from holdfast.run.tiers.survey import Survey
 from holdfast.run.tiers.uploader import Uploader
 from holdfast.run.whole import fault_of
 from holdfast.storage.place import Place
