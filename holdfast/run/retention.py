@@ -26,15 +26,13 @@ from functools import cache
 
 from holdfast.commit.folder import delete_checkpoints, may_hold_orphans, sweep_beside, sweep_dead
 from holdfast.commit.reused import ReusedPaths, Reuses
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
+from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
-from holdfast.ondisk import datafile, part
 from holdfast.policies.signing.keys import Signer
 from holdfast.repair.drop import Dropped, drop_from
-from holdfast.repair.rescue import rescuable
-from holdfast.run import journal
 from holdfast.run.keep import Keep, Kept
+from holdfast.run.lost import Lost, data_files_in, lost_step
 from holdfast.run.steps import FEW, Steps
 from holdfast.storage.place import LIVING, Place
 
@@ -52,7 +50,7 @@ class KeptSteps(Steps):
         self._held: Counter[str] = Counter()
         self._going: frozenset[str] = frozenset()  # names of steps that are being deleted or lose sections
         self._dropped: set[str] = set()  # names of steps that have lost what they are to lose
-        self._left_alone: dict[str, dict[int, float | None]] = {}  # steps without a manifest that are kept, and metrics
+        self._left_alone: dict[str, Lost] = {}  # steps without a manifest that are kept, by their names
         self._warned = False
 
     # What saves under way need
@@ -235,22 +233,20 @@ class KeptSteps(Steps):
         retirement may have died between the manifest and the data. In a store deleting the manifest is how steps are
         deleted by hand: there the data goes too, but not in silence.
         """
-        data = [file for file in going if datafile.save_of(file) is not None]
-        if not data or any(part.save_of(file) for file in going):
+        data = data_files_in(going)
+        if not data:
             return False
-        step, was_left = self.step_of(path.name), path.name in self._left_alone
-        entries = [] if was_left else journal.read(self.root)
-        saved = {entry.step: entry.metric for entry in entries if entry.step == step and entry.outcome == "saved"}
-        past = self._left_alone.pop(path.name, saved)
-        if not past and (entries or not _is_whole(path)):  # a save that was killed
+        known = self._left_alone.pop(path.name, None)
+        lost = known or lost_step(self.root, path, self.step_of(path.name))
+        if lost is None:
             return False
-        if keep is not None and not self._keeps(keep, past or {step: None}):
+        if keep is not None and not self._keeps(keep, lost):
             return False
-        if not past or keep is None or path.is_remote:
+        if keep is None or not lost.recorded or path.is_remote:
             log.warning("%s holds %d data files and no manifest.json: they are deleted", path, len(data))
             return False
-        self._left_alone[path.name] = past
-        if not was_left:
+        self._left_alone[path.name] = lost
+        if known is None:
             log.warning(
                 "%s was committed and has lost its manifest.json: it is left alone. `holdfast rescue %s --like STEP`, "
                 "with another step of the run, brings it back; `holdfast prune %s --orphans --yes` deletes it",
@@ -258,10 +254,11 @@ class KeptSteps(Steps):
             )  # fmt: skip
         return True
 
-    def _keeps(self, keep: Keep, past: dict[int, float | None]) -> bool:
+    def _keeps(self, keep: Keep, lost: Lost) -> bool:
         """Whether the rules would keep a step if it were still committed."""
         committed = self.committed()
-        return not past.keys().isdisjoint(self.judged(keep, committed).kept({**self._rated(keep, committed), **past}))
+        rated = {**self._rated(keep, committed), lost.step: lost.metric}
+        return lost.step in self.judged(keep, committed).kept(rated)
 
     def _littered(self, folders: list[Place]) -> set[str]:
         """Names of those folders that may hold what dead saves left. In a store, many are looked at in one listing."""
@@ -282,12 +279,3 @@ class KeptSteps(Steps):
                 yield
         except (Damaged, StorageError, OSError, Unsupported) as error:
             log.warning("sweeping %s failed: %s", self.root, error)
-
-
-def _is_whole(path: Place) -> bool:
-    """Whether the data files alone make a checkpoint: those of a save that was killed hardly ever do."""
-    try:
-        rescuable(path)
-        return True
-    except (Damaged, Mismatch, NotACheckpoint, Unsupported):
-        return False
