@@ -275,15 +275,8 @@ class CheckpointManager:
         loaded = self._home.restore(state, options, patience, self._saves.writing_to)
         if loaded is None:
             self._saves.start_afresh(options)
-            if self._ranks.first:
-                log.info("no checkpoint in %s yet: training starts afresh", self.root)
-            return None
-        self._saves.go_on_from(loaded, back=options.step is not None)
-        if self._ranks.first:
-            log.info(
-                "restored step %s from %s in %.2f s; ranks then %d, now %d", loaded.step, loaded.checkpoint.path,
-                loaded.seconds, loaded.checkpoint.world_size, self._ranks.size,
-            )  # fmt: skip
+        else:
+            self._saves.go_on_from(loaded, back=options.step is not None)
         return loaded
 
     def latest(self) -> Checkpoint | None:

@@ -81,6 +81,34 @@ def test_submodules_are_renamed_and_taken_by_their_names_with_their_optimizer(tm
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_state_of_a_parameter_that_has_another_size_here_is_refused(tmp_path: Path, has_stepped: bool) -> None:
+    """Also if the parameter itself is left out; torch takes such state, and fails in a later step, or broadcasts it."""
+    saved, trained = nn.Linear(4, 3), nn.Linear(4, 1)
+    optimizers = [torch.optim.Adafactor(saved.parameters()), torch.optim.Adam(trained.parameters())]
+    for module, optimizer in zip((saved, trained), optimizers, strict=True):
+        module(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    holdfast.save({"model": saved, "factored": optimizers[0]}, tmp_path / "factored")
+    again = nn.Linear(4, 3)
+    own = torch.optim.Adafactor(again.parameters())
+    holdfast.load(tmp_path / "factored", {"model": again, "factored": own})
+    assert own.state[again.weight]["row_var"].shape == (3, 1)  # state of another shape than its parameter is as it was
+
+    holdfast.save({"model": trained, "optimizer": optimizers[1]}, tmp_path / "c")
+    wider = nn.Linear(4, 5)
+    optimizer = torch.optim.Adam(wider.parameters())
+    if has_stepped:
+        wider(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
+        holdfast.load(tmp_path / "c", {"model": wider, "optimizer": optimizer}, only="optimizer", missing="keep")
+    said = str(caught.value)
+    assert "optimizer/state/weight/exp_avg: saved with shape [1, 4], here [5, 4]" in said
+    assert "optimizer/state/bias/exp_avg_sq: saved with shape [1], here [5]" in said and "4 differ" in said
+    assert bool(optimizer.state) == has_stepped
+
+
 @pytest.mark.parametrize("shapes", [((32, 16), (16, 32)), ((16, 16), (16, 16))])
 def test_a_name_is_suggested_once_for_a_tensor_of_its_shape(tmp_path: Path, shapes: list[tuple[int, int]]) -> None:
     def layers(*names: str) -> dict[str, torch.Tensor]:

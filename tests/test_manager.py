@@ -26,7 +26,7 @@ from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
 from holdfast.commit import folder as folder_module
 from holdfast.commit import settle
-from holdfast.errors import StorageError
+from holdfast.errors import Damaged, SaveFailed, StorageError
 from holdfast.ondisk.manifest import NOTES, Manifest
 from holdfast.saving import Saving
 from holdfast.saving.background import BackgroundSave
@@ -384,6 +384,31 @@ def test_a_start_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         manager.restore(_state())
         assert f"restored step 1 from {tmp_path / 'step-000000001'}" in caplog.text
         assert "ranks then 1, now 1" in caplog.text
+
+
+def test_the_step_that_takes_the_place_of_a_damaged_one_is_told_as_loudly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path, every=1, keep=Keep(last=9)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, _state(step))
+    damaged = tmp_path / "step-000000003" / "manifest.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b"float32", b"float64", 1))
+    with (
+        caplog.at_level(logging.WARNING, "holdfast"),
+        CheckpointManager(tmp_path, every=1, keep=Keep(last=9)) as manager,
+    ):
+        with pytest.raises(Damaged, match=f"holdfast doctor {damaged.parent}"):
+            manager.restore(_state(), step=3)
+        assert manager.restore(_state()) is not None
+        assert "step-000000003 is passed over" in caplog.text and "restored step 2 from" in caplog.text
+        with pytest.raises(SaveFailed):  # a loop that begins at 1 again
+            manager.save(1, _state(1))
+        assert 'saving step 1 after step 2 was restored: let the loop begin at state["step"] + 1' in caplog.text
+        caplog.clear()
+        manager.save(3, _state(3))
+        manager.save(4, _state(4))
+        assert "let the loop begin" not in caplog.text
 
 
 def train_until_told(root: str, signalled: int, at: int, poll: int) -> tuple[int, list[int]]:

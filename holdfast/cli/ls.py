@@ -75,12 +75,12 @@ def _show_steps(steps: Sequence[Step], *, headers: bool) -> None:
     }
     shown = {name: cell for name, (is_shown, cell) in columns.items() if is_shown}
     output.table(tuple(shown), ([cell(step) for cell in shown.values()] for step in steps))
+    _say_what_whole_is(steps, "size and header" if headers else "size")
     for step in steps:
         if step.fault:
             output.say(f"{step.name or step.path}: {step.fault}")
     if any(step.health == "left behind" for step in steps):
         output.say("left behind: training went back and goes on without these; restore(state, step=…) still loads one")
-    _say_what_whole_is(steps, "size and header" if headers else "size")
 
 
 def best_in(steps: Sequence[Step]) -> int | None:

@@ -67,15 +67,17 @@ def names_of(
         while "/" in above and (above := above.rpartition("/")[0]) not in in_part:
             in_part.add(above)
     wanted = own.keys() - skipped
-    records = checkpoint.records.items()
+    records = checkpoint.records
+    sources = {own[name]: name for name in records}
     saved = Saved(
-        {own[name]: (record.dtype, record.shape) for name, record in records if name in wanted},
+        {own[name]: (record.dtype, record.shape) for name, record in records.items() if name in wanted},
         {own[name]: value for name, value in values.items() if name in wanted},
         {called(path): note for path, note in manifest.containers.items()},
         asked,
+        lambda name: records[sources[name]].shape if name in sources else None,
     )
     return Names(
-        checkpoint, saved, {own[name]: name for name, _ in records},
+        checkpoint, saved, sources,
         {own[path]: path for path in manifest.per_rank if path in wanted},
         {name: here for name, here in own.items() if name != here}, skipped, in_part,
     )  # fmt: skip

@@ -5,6 +5,7 @@ The manager owns one `Saves`. Never decides when to save.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -67,6 +68,8 @@ class Saves:
     def start_afresh(self, options: RestoreOptions) -> None:
         """Nothing was restored: there is no step, or none of the run that was asked for."""
         self._knows_root = options.of_run is None
+        if self._ranks.first:
+            log.info("no checkpoint in %s yet: training starts afresh", self._home.store.root)
 
     def go_on_from(self, loaded: Loaded, *, back: bool) -> None:
         """A step was restored: what is saved from now on continues its run. ``back``: there may be later steps."""
@@ -76,6 +79,13 @@ class Saves:
         self.restored, self._restored_step = path, loaded.step
         if self._bases is not None:
             self._bases.start_from(path, loaded.step)
+        if self._ranks.first:
+            passed_over = self._home.fast.broken or self._home.store.broken  # a warning has named them
+            log.log(
+                logging.WARNING if passed_over else logging.INFO,
+                "restored step %s from %s in %.2f s; ranks then %d, now %d", loaded.step, path, loaded.seconds,
+                loaded.checkpoint.world_size, self._ranks.size,
+            )  # fmt: skip
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Make sure that the folder takes saves, and do what the first save would do before it copies."""
@@ -95,6 +105,11 @@ class Saves:
         """Begin to save ``step``. Without a worker, the outcome is known when this returns."""
         if isinstance(state, dict) and type(state.get("step")) is int and state["step"] != step:
             log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
+        if self.newest is None and self._restored_step is not None and step < self._restored_step:
+            log.warning(
+                'saving step %d after step %d was restored: let the loop begin at state["step"] + 1', step,
+                self._restored_step,
+            )  # fmt: skip
         if self._goes_back:
             self._leave_behind()
         if not (self._knows_root or overwrite):

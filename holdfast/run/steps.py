@@ -254,8 +254,8 @@ class Steps:
         fault = fault_of(path)
         if fault is not None:
             raise Damaged(
-                f"{path} cannot be restored: {fault}; restore another step, or bring it back from a copy "
-                f"(`holdfast repair {path} --from COPY`)"
+                f"{path} cannot be restored: {fault}; restore another step, or bring it back, as `holdfast doctor "
+                f"{path}` says"
             )
         return path
 

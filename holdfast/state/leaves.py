@@ -210,12 +210,14 @@ class Saved:
     """What a checkpoint holds, by the names that the target uses; loading shows it to `collect`.
 
     ``tensors`` maps a name to (dtype name, shape). An optimizer that has not stepped makes its state from it.
+    ``shape_of`` gives the shape of any saved tensor, also of one that is not asked for; None if there is none.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     values: Mapping[str, JSON]
     containers: Mapping[str, Note] = field(default_factory=dict)
     asked: Callable[[str], bool] = field(default=lambda name: True)
+    shape_of: Callable[[str], tuple[int, ...] | None] = field(default=lambda name: None)
 
     def has(self, path: str) -> bool:
         """Whether anything was saved at ``path`` or below it."""

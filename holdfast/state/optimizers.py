@@ -96,7 +96,8 @@ def collect_optimizers(
                 named = called[id(parameter)]
                 _note_still(optimizer, group, parameter, known, into)
                 fqns += named.fqns
-                at = _State(path, state_of(optimizer), group, parameter, named, ranks, into, saved)
+                own_names = _own_names(parameter, known)
+                at = _State(path, state_of(optimizer), group, parameter, named, own_names, ranks, into, saved)
                 if saved is None or (here is not None and id(parameter) not in here):
                     at.save()
                 else:
@@ -130,12 +131,17 @@ def changes_in_steps(optimizer: Optimizer) -> bool:
 def _note_still(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, known: Known, into: Collected
 ) -> None:
-    if id(parameter) in known and changes_in_steps(optimizer):
-        owner, own = known[id(parameter)]
-        own_names = [names.child(owner, fqn) for fqn in own.fqns]
+    own_names = _own_names(parameter, known)
+    if own_names and changes_in_steps(optimizer):
         into.changes.stable.update(own_names)
         if parameter.requires_grad and not state_of(optimizer).get(parameter):
             into.changes.to_come.update(dict.fromkeys(own_names, _tensors_to_come(optimizer, group)))
+
+
+def _own_names(parameter: torch.Tensor, known: Known) -> list[str]:
+    """The names under which a state has the parameter itself; none if it does not."""
+    owner, own = known.get(id(parameter), ("", None))
+    return [] if own is None else [names.child(owner, fqn) for fqn in own.fqns]
 
 
 def _tensors_to_come(optimizer: Optimizer, group: dict[str, Any]) -> int:
@@ -150,13 +156,14 @@ def _tensors_to_come(optimizer: Optimizer, group: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class _State:
-    """The state of one parameter, on its way into or out of the checkpoint."""
+    """The state of one parameter, on its way into or out of the checkpoint. ``own_names``: of the parameter itself."""
 
     path: str
     state: Any
     group: dict[str, Any]
     parameter: torch.Tensor
     named: ParameterName
+    own_names: list[str]
     ranks: Ranks
     into: Collected
     saved: Saved | None
@@ -229,13 +236,18 @@ class _State:
         return name in saved.values and not is_container(value)
 
     def _whole(self, saved: Saved, name: str, put: Callable[[Any], None]) -> Target:
-        """A target that makes a new value for ``name``."""
-        shape = saved.tensors[name][1] if name in saved.tensors else ()
+        """A target that makes a new value for ``name``: of the saved shape, but for one that the parameter had too."""
+        dtype, shape = saved.tensors.get(name, ("", ()))
+        expects = {name: (dtype, tuple(self.parameter.shape))} if self._is_like_parameter(saved, shape) else {}
         maker = Maker(
             saved, self.ranks, parameter_of=lambda name: self.parameter,
             device_of=lambda name: device_of_number(name, self.group, self.parameter, shape),
         )  # fmt: skip
-        return Target(name, put, maker)
+        return Target(name, put, maker, expects=expects)
+
+    def _is_like_parameter(self, saved: Saved, shape: tuple[int, ...], part: int = 0) -> bool:
+        """Whether state of this shape is as large as its parameter was: then it has to be as large as that is here."""
+        return bool(shape and self.own_names) and saved.shape_of(self.own_names[part]) == shape
 
     def _set(self, key: Any, value: Any) -> None:
         self.state[self.parameter][key] = value
@@ -247,11 +259,11 @@ class _State:
 
     def _load_flat(self, parts: list[Any], saved: Saved, present: Any, listed: set[str]) -> None:
         """The state of a parameter of FSDP1, whose elements belong to several names or are a part of one."""
-        by_key: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        for part in parts:
+        by_key: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {}
+        for i, part in enumerate(parts):
             prefix = self._prefix(part.fqn)
             for name in saved.below(prefix):
-                by_key.setdefault(key_of(name, prefix), []).append((name, part.shape))
+                by_key.setdefault(key_of(name, prefix), []).append((name, i, part.shape))
         if present and not by_key and all(part.fqn in listed for part in parts):
             for key in present:
                 self.into.handback.clears[names.child(self._prefix(parts[0].fqn), str(key))] = partial(self._clear, key)
@@ -262,7 +274,7 @@ class _State:
             # stale, and might be what the next save takes.
             return
         for key, stored in by_key.items():
-            value = self._flat_value(key, stored, saved)
+            value = self._flat_value(stored, saved)
             if isinstance(value, torch.Tensor):
                 self.into.handback.before.append(partial(self._set, key, value))
                 alike = value.shape == own_shape(self.parameter)
@@ -274,12 +286,13 @@ class _State:
             else:
                 self._add(key, value)
 
-    def _flat_value(self, key: str, stored: list[tuple[str, tuple[int, ...]]], saved: Saved) -> torch.Tensor | None:
-        for name, part_shape in stored:
+    def _flat_value(self, stored: list[tuple[str, int, tuple[int, ...]]], saved: Saved) -> torch.Tensor | None:
+        """Memory for state of each of these names: the number of its part, and that part's shape here."""
+        for name, i, part_shape in stored:
             if name in saved.tensors:
                 dtype, shape = saved.tensors[name]
                 kind = dtypes.torch_dtype(dtype)
-                if shape == part_shape and shape:
+                if shape and (shape == part_shape or self._is_like_parameter(saved, shape, i)):
                     data = local_flat(self.parameter) if is_flat_parameter(self.parameter) else self.parameter
                     return torch.zeros_like(data.detach(), dtype=kind)
                 device = device_of_number(name, self.group, self.parameter, shape)

@@ -84,7 +84,7 @@ def test_ls_marks_the_steps_that_training_left_behind(run: Any, tmp_path: Path) 
                 manager.step(step, {"w": torch.ones(2), "step": step})
     code, out, _ = run("ls", tmp_path)
     assert code == 0 and [line.split()[-1] for line in out.splitlines()[1:3]] == ["whole", "whole"]
-    assert out.splitlines()[3].endswith("left behind") and out.splitlines()[4].startswith("left behind: training went")
+    assert out.splitlines()[3].endswith("left behind") and out.splitlines()[5].startswith("left behind: training went")
     assert not any(line.endswith(" ") for line in out.splitlines())
     steps = json.loads(run("ls", tmp_path, "--json")[1])["checkpoints"]
     assert [step["health"] for step in steps] == ["whole", "whole", "left behind"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -351,11 +352,13 @@ def test_local_optimizer_state_is_a_shard_not_a_replica(tmp_path: Path) -> None:
     )
 
 
-def wrong_width(path: str) -> str:
-    from torch.distributed.fsdp import fully_shard
+def wrong_width(path: str, kind: str, only: str) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     def make(width: int) -> dict[str, Any]:
-        model = fully_shard(nn.Linear(width, width))
+        layer = nn.Linear(width, width)
+        flat = partial(FullyShardedDataParallel, use_orig_params=kind == "FSDP1, original parameters")
+        model = fully_shard(layer) if kind == "FSDP2" else flat(layer, device_id=torch.device("cpu"))
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
     state = make(8)
@@ -364,15 +367,19 @@ def wrong_width(path: str) -> str:
     holdfast.save(state, path)
     into = make(4)
     try:
-        holdfast.load(path, into)
+        holdfast.load(path, into, only=only)
     except holdfast.errors.Mismatch as error:
         return f"{error} {len(into['optimizer'].state)}"
     return "loaded"
 
 
-def test_a_model_of_another_size_is_a_mismatch(tmp_path: Path) -> None:
-    text = pool.run(2, wrong_width, str(tmp_path / "c"))[1]
-    assert "model/weight: saved with shape [8, 8], here [4, 4]" in text and "model/bias" in text
+@pytest.mark.parametrize("kind", ["FSDP2", "FSDP1", "FSDP1, original parameters"])
+@pytest.mark.parametrize("only", ["*", "optimizer"])
+def test_a_model_of_another_size_is_a_mismatch(tmp_path: Path, kind: str, only: str) -> None:
+    text = pool.run(2, wrong_width, str(tmp_path / "c"), kind, only)[1]
+    assert ("model/weight: saved with shape [8, 8], here [4, 4]" in text and "model/bias" in text) == (only == "*")
+    assert "optimizer/state/weight/exp_avg: saved with shape [8, 8], here [4, 4]" in text
+    assert "optimizer/state/bias/exp_avg_sq: saved with shape [8], here [4]" in text
     assert text.endswith(" 0"), "the optimizer is as empty as before"
 
 
