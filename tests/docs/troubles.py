@@ -135,6 +135,13 @@ def a_bad_block() -> None:
     holdfast.load("run/step-1", small())
 
 
+def another_manifest() -> None:
+    holdfast.save(small(), "run/step-1")
+    path = Path("run/step-1/manifest.json")
+    path.write_bytes(path.read_bytes().replace(b"float32", b"float64", 1))
+    holdfast.open("run/step-1")
+
+
 def a_file_gone() -> None:
     holdfast.save(small(), "run/step-1")
     drop_file("run/step-1", file="model/*", seed=1)

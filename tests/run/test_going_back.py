@@ -176,9 +176,7 @@ def test_a_step_that_is_not_there_or_not_whole(root: Path | Place) -> None:
             manager.restore(state, step=250)
         lacking = next(path for path in (root / "step-200").files_below() if path.endswith(".safetensors"))
         (root / "step-200" / lacking).delete()
-        with pytest.raises(
-            Damaged, match="step-200 cannot be restored: .* is missing.*holdfast doctor .*step-200"
-        ):
+        with pytest.raises(Damaged, match="step-200 cannot be restored: .* is missing.*holdfast doctor .*step-200"):
             manager.restore(state, step=200)
         assert state["step"] == 0, "no other step is tried"
 
