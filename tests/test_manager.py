@@ -386,7 +386,7 @@ def test_a_start_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         assert "ranks then 1, now 1" in caplog.text
 
 
-def test_the_step_that_takes_the_place_of_a_damaged_one_is_told_as_loudly(
+def test_the_step_that_takes_the_place_of_a_damaged_one_is_logged_as_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with CheckpointManager(tmp_path, every=1, keep=Keep(last=9)) as manager:

@@ -120,33 +120,34 @@ class takes(Generic[Arguments, Options]):
             first = [arguments.pop(parameter.name) for parameter in before]
             return function(*first, self._options(**arguments))  # type: ignore[call-arg]
 
-        call.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\n{_told_of(self._options)}".strip()
+        call.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\n{_options_text(self._options)}".strip()
         vars(call)["__signature__"] = flat.replace(return_annotation=own.return_annotation)
         return call
 
 
-def _told_of(options: object) -> str:
+def _options_text(options: object) -> str:
     """A line on each option for `help`: Python keeps no docstrings of fields, so they are read from the source."""
-    kinds = reversed(getattr(options, "__mro__", ()))
-    told = {name: text for kind in kinds for name, text in _told_in(kind.__module__).get(kind.__name__, {}).items()}
-    return "\n".join(["The options:", *(f"    {name}: {text}" for name, text in told.items())])
+    docs: dict[str, str] = {}
+    for kind in reversed(getattr(options, "__mro__", ())):
+        docs |= _docs_of_fields(kind.__module__).get(kind.__name__, {})
+    return "\n".join(["The options:", *(f"    {name}: {text}" for name, text in docs.items())])
 
 
 @cache
-def _told_in(module: str) -> dict[str, dict[str, str]]:
+def _docs_of_fields(module: str) -> dict[str, dict[str, str]]:
     """Of each class of a module: the texts below its fields. Empty if there is no source."""
     file = getattr(sys.modules[module], "__file__", None)
     try:
         tree = ast.parse(Path(file or "").read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return {}
-    told: dict[str, dict[str, str]] = {}
+    docs: dict[str, dict[str, str]] = {}
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, text in pairwise(kind.body):
             match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
-                    told.setdefault(kind.name, {})[name] = " ".join(said.split())
-    return told
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    docs.setdefault(kind.name, {})[name] = " ".join(doc.split())
+    return docs
 
 
 def values_of(options: object, kind: type) -> dict[str, Any]:
