@@ -37,7 +37,7 @@ test: lint  ## lint and all tests that take seconds, some at a time: none of the
 
 test-torch: $(READY)  ## the fast tests on another torch, in an environment of its own: make test-torch TORCH=torch==2.10.0
 	test "$(TORCH)" != "torch==2.13.0" || (echo "say which: make test-torch TORCH=torch==2.10.0"; exit 2)
-	$(PYTHON) -m venv .venv/$(TORCH)
+	$(PYTHON) -m venv --clear .venv/$(TORCH)
 	.venv/$(TORCH)/bin/$(PIP) --upgrade pip || echo "the pip that is here stays"
 	.venv/$(TORCH)/bin/$(PIP) "$(TORCH)"
 	.venv/$(TORCH)/bin/$(PIP) -e ".[dev]"

@@ -68,7 +68,10 @@ def test_torch_loads_it_on_a_mesh(converted: Path) -> None:
 
 
 def test_the_metadata_is_what_torch_writes(tmp_path: Path) -> None:
-    """The same names, paths, dtypes and sizes as torch's own checkpoint of the same state."""
+    """The same names, paths, dtypes and sizes as torch's own checkpoint of the same state.
+
+    Without the strides that torch 2.15 notes too: it takes metadata that has none, and an older torch takes no other.
+    """
     state = {key: value for key, value in states.small().items() if key != "nothing"}
     holdfast.save(state, tmp_path / "ours")
     holdfast.convert(tmp_path / "ours", tmp_path / "converted", to="dcp")
@@ -76,6 +79,9 @@ def test_the_metadata_is_what_torch_writes(tmp_path: Path) -> None:
     ours, theirs = (pickle.loads((tmp_path / name / ".metadata").read_bytes()) for name in ("converted", "theirs"))
     assert type(ours) is type(theirs) and ours.version == theirs.version
     assert ours.planner_data == theirs.planner_data
+    for of_tensor in theirs.state_dict_metadata.values():
+        if hasattr(of_tensor, "properties"):
+            of_tensor.properties.strides = None
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data.keys() == theirs.storage_data.keys()
 
