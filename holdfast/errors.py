@@ -185,9 +185,9 @@ def error_from(
 
 
 def cause_to_show(errors: Sequence[BaseException]) -> BaseException | None:
-    """What this rank's traceback shows above the error that all ranks raise, of what it failed with itself.
+    """Return this rank's own error, which its traceback shows above the one that all ranks raise.
 
-    Not a refusal, which has no cause and says all there is: a reader would find the same text twice.
+    A refusal without a cause gives None: both errors have the same text.
     """
     own = next(iter(errors), None)
     is_refusal = isinstance(own, HoldfastError) and type(own) is not HoldfastError and own.__cause__ is None

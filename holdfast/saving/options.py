@@ -135,7 +135,7 @@ def _options_text(options: object) -> str:
 
 @cache
 def _docs_of_fields(module: str) -> dict[str, dict[str, str]]:
-    """Of each class of a module: the texts below its fields. Empty if there is no source."""
+    """Return the texts below the fields of each class of a module; empty if there is no source."""
     file = getattr(sys.modules[module], "__file__", None)
     try:
         tree = ast.parse(Path(file or "").read_text(encoding="utf-8"))

@@ -236,7 +236,10 @@ class _State:
         return name in saved.values and not is_container(value)
 
     def _whole(self, saved: Saved, name: str, put: Callable[[Any], None]) -> Target:
-        """A target that makes a new value for ``name``: of the saved shape, but for one that the parameter had too."""
+        """Return a target that makes a new value for ``name``.
+
+        The value has its saved shape. If that was the parameter's saved shape, it has to be the parameter's shape here.
+        """
         dtype, shape = saved.tensors.get(name, ("", ()))
         expects = {name: (dtype, tuple(self.parameter.shape))} if self._is_like_parameter(saved, shape) else {}
         maker = Maker(
