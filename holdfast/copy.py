@@ -125,6 +125,7 @@ def _pushed(source: StorePlace, target: Place, overwrite: bool) -> Copied:
         check_free(place, overwrite=overwrite)
     copied = _copy(source, grown, overwrite=True)
     upload(grown, place)
+    grown.parent.delete_if_empty()
     copied.target, copied.committed = str(target), True
     return copied
 

@@ -163,11 +163,12 @@ class Saver:
             degraded=self._options.degraded, sign=self._sign if sign is None else signing(sign),
             on_commit=self.on_commit,
         )  # fmt: skip
-        failure = None
+        failure, busy = None, False
         if self._options.busy == "wait":
             failure = self._earlier.wait_for_room(self._options.slots, folder, self._ranks.rank, step)
         else:
             self._earlier.forget_ended()
+            busy = self._earlier.is_under_way(folder)
         saving = Saving(folder, step, base if isinstance(base, Saving) else None, self._ranks.rank)
         memory = self._pool.lease()
         # An interrupt may come at any line. What this save has taken and sent is seen to below, and the next one
@@ -177,7 +178,7 @@ class Saver:
         try:
             background = BackgroundSave(
                 job, saving, memory, before=self._earlier.last,
-                busy=failure is not None or not memory.claim(), label=label, deadline=self._deadline,
+                busy=failure is not None or busy or not memory.claim(), label=label, deadline=self._deadline,
             )  # fmt: skip
             self._earlier.savings.append(saving)
             saving.begin(partial(self._run, background), self._ranks.rank)

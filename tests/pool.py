@@ -7,15 +7,20 @@ Never reused after a rank was killed or hung: `close` it then, the next call sta
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import importlib
 import logging
 import multiprocessing
 import os
+import signal
 import socket
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 LIMIT = 240.0
@@ -59,7 +64,8 @@ class RankFailed(AssertionError):
     """Raised by `run` if a rank raised."""
 
 
-def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world: int, port: int, pipe: Connection, stacks: Path) -> None:
+    faulthandler.register(signal.SIGUSR2, stacks.open("w"))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -91,10 +97,12 @@ class Pool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.pipes, self.processes = [], []
+        self.stacks = Path(tempfile.mkdtemp(prefix="stacks-"))
         self.groups = 1
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            arguments = (rank, world, port, theirs, self.stacks / str(rank))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -111,6 +119,7 @@ class Pool:
             if not answered:
                 silent = sorted(set(range(len(self.pipes))) - set(results))
                 raised = [f"rank {r.rank}: {r.trace}" for r in results.values() if isinstance(r, RemoteError)]
+                raised += [f"rank {rank} is at\n{self._stack(rank)}" for rank in silent]
                 raise RankFailed("\n".join([f"ranks {silent} gave no answer within {LIMIT:g} s", *raised]))
         return [results[rank] for rank in range(len(self.pipes))]
 
@@ -121,6 +130,12 @@ class Pool:
             return result
         except EOFError:
             return RemoteError(rank, ["Killed"], "the process is gone", "")
+
+    def _stack(self, rank: int) -> str:
+        """What all threads of a rank are doing."""
+        os.kill(self.processes[rank].pid, signal.SIGUSR2)
+        time.sleep(1)  # it writes within milliseconds
+        return (self.stacks / str(rank)).read_text()
 
     def close(self) -> None:
         for process in self.processes:

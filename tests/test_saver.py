@@ -507,6 +507,35 @@ def test_a_save_waits_for_a_slot(tmp_path: Path) -> None:
         _is_whole(tmp_path / str(step), step)
 
 
+def test_a_save_waits_for_the_earlier_one_to_its_path(tmp_path: Path) -> None:
+    with gated() as gate, holdfast.Saver(worker="thread", slots=2) as saver:
+        saver.save(_state(1), tmp_path / "latest", overwrite=True)
+        later: list[holdfast.Saving] = []
+        thread = threading.Thread(
+            target=lambda: later.append(saver.save(_state(2), tmp_path / "latest", overwrite=True))
+        )
+        thread.start()
+        thread.join(0.2)
+        at_once = bool(later)
+        gate.set()
+        thread.join(LONG)
+    assert not at_once
+    _is_whole(tmp_path / "latest", 2)
+
+
+def test_a_save_is_skipped_while_an_earlier_one_to_its_path_is_under_way(tmp_path: Path) -> None:
+    with gated() as gate, holdfast.Saver(worker="thread", slots=3, busy="skip") as saver:
+        first = saver.save(_state(1), tmp_path / "latest", overwrite=True)
+        second = saver.save(_state(2), tmp_path / "latest", overwrite=True)
+        other = saver.save(_state(3), tmp_path / "other")
+        gate.set()
+        assert not second.settled(LONG) and second.skipped
+        first.wait(LONG)
+        other.wait(LONG)
+        saver.save(_state(4), tmp_path / "latest", overwrite=True).wait(LONG)
+    _is_whole(tmp_path / "latest", 4)
+
+
 # Callbacks
 
 

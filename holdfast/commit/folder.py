@@ -126,9 +126,10 @@ def refuse_cited(folder: Place) -> None:
         raise error
 
 
-def withdraw(paths: Sequence[Place], folder: Place) -> None:
+def withdraw(paths: Sequence[Place], folder: Place | None) -> None:
     """Delete what this rank wrote for a save that did not commit; the last rank to do so takes the folder away.
 
+    ``folder`` is None while other ranks may still write: an empty folder can be one that such a rank has just made.
     Never raises an OSError: the failure of the save is what its caller has to hear of.
     """
     try:
@@ -136,7 +137,8 @@ def withdraw(paths: Sequence[Place], folder: Place) -> None:
         # A writer that was killed may have left a small file under the name that it has before it is whole.
         local = [path for path in paths if not path.is_remote]
         storage.delete(*(half for path in local for half in path.parent.glob(f".{path.name}.*.tmp")))
-        folder.delete_empty_folders()
+        if folder is not None:
+            folder.delete_empty_folders()
     except OSError as error:
         log.warning("a failed save leaves files behind, to be swept later: %s", error)
 
@@ -167,7 +169,7 @@ def delete_checkpoints(
             if error.errno != errno.ENOENT:  # somebody else deletes it, too, and was quicker
                 raise
     for name in names:
-        _delete_ours(root / name, reused.get(name, set()))
+        _delete_ours(root / name, (root / name).files_below(), reused.get(name, set()))
     let_go(root, {name: paths for name, paths in loose.items() if name not in names}, reused, spare)
 
 
@@ -192,7 +194,8 @@ def sweep_dead(
     What is ``reused`` stays: `reused_in` unless the caller knows it cheaper; and all of it if the caller ``spares`` the
     files that would go.
     """
-    orphans = [f for f in path.files_below() if is_orphan(f)]
+    present = path.files_below()
+    orphans = [f for f in present if is_orphan(f)]
     if path.may_live(orphans):
         return False
     if orphans and (path / manifest.FILE_NAME).is_file():
@@ -203,7 +206,7 @@ def sweep_dead(
         return True
     if going:
         log.info("sweeping %s: a save that never committed", path)
-    _delete_ours(path, kept)
+    _delete_ours(path, present, kept)  # what came since is of a living save
     return True
 
 
@@ -226,8 +229,8 @@ def sweep_beside(path: Place, record: Manifest, reused: Callable[[Place], Collec
     return True
 
 
-def _delete_ours(path: Place, kept: Collection[str]) -> None:
-    ours = [f for f in path.files_below() if is_orphan(f) or goes_along(path, f)]
+def _delete_ours(path: Place, present: Iterable[str], kept: Collection[str]) -> None:
+    ours = [f for f in present if is_orphan(f) or goes_along(path, f)]
     storage.delete(*(path / f for f in ours if f not in kept))
     path.delete_empty_folders()
 

@@ -43,14 +43,16 @@ def run(
         try:
             done = call.exchange("plan", work.plan, work.begin, str)
             work.converted.nbytes = call.settle("copy", lambda: work.copy(done), work.finish, int)
+            if place.is_remote:  # still locked: a second call would upload its files among these
+
+                def send() -> int:
+                    return upload(grown, as_store(place)) if ranks.first else 0
+
+                call.settle("upload", send, lambda nbytes: sum(nbytes), int)
         finally:
             partial.leave()
-        if place.is_remote:
-
-            def send() -> int:
-                return upload(grown, as_store(place)) if ranks.first else 0
-
-            call.settle("upload", send, lambda nbytes: sum(nbytes), int)
+            if place.is_remote and ranks.first:
+                grown.parent.delete_if_empty()
     work.converted.seconds = monotonic() - began
     if ranks.first:
         _warn(work.converted)

@@ -86,7 +86,7 @@ def upload(grown: LocalPlace, place: StorePlace) -> int:
                 _put(grown / path, place / path)
                 task.advance(files[path])
         storage.delete(*(place / path for path in {*old, MARK} - set(files)))
-    disk.delete_all(grown.parent)
+    disk.delete_all(grown)
     return nbytes
 
 

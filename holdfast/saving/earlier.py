@@ -31,13 +31,14 @@ class EarlierSaves:
         return self.savings[-1] if self.savings else None
 
     def wait_for_room(self, count: int, folder: Place, rank: int, step: int | None) -> BaseException | None:
-        """Wait until fewer than ``count`` saves are under way; the earlier failure to raise, if there is one.
+        """Wait until fewer than ``count`` saves are under way, and none to ``folder``; the earlier failure to raise.
 
         The save is then skipped on every rank, also on one whose user has heard of the failure: so ranks stay in step.
         """
         # For the outcome of the save that had the buffer, not just for its memory: then all ranks raise its failure, or
         # go on, at the same call. By then the buffer is free.
-        ended = self.savings[: max(len(self.savings) - count + 1, 0)]
+        same = [number for number, saving in enumerate(self.savings, 1) if saving.path == folder]
+        ended = self.savings[: max(len(self.savings) - count + 1, 0, *same)]
         under_way = [saving for saving in ended if not saving.done]
         waiting = events.begin("slot wait", folder, rank, step=step) if under_way else events.Opened()
         for saving in under_way:
@@ -46,6 +47,10 @@ class EarlierSaves:
         with interrupts_wait():
             self.savings = self.savings[len(ended) :] or ended[-1:]
             return self._hear(ended)
+
+    def is_under_way(self, folder: Place) -> bool:
+        """Whether a save to ``folder`` has no outcome yet: of two, the older one could be the last to commit."""
+        return any(saving.path == folder and not saving.done for saving in self.savings)
 
     def forget_ended(self) -> None:
         """Drop the saves that have an outcome, but keep the first failure that nobody has heard of."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from functools import cached_property
 import msgspec
 import torch
 
-from holdfast.errors import HoldfastError, Unsupported
+from holdfast.errors import HoldfastError, StorageError, Unsupported
 from holdfast.ondisk import datafile, dtypes, names
 from holdfast.ondisk.box import Box, relative
 from holdfast.ondisk.datafile import Piece
@@ -79,7 +80,13 @@ class OpenFiles:
         if not path.has_descriptors:
             self.paths.append(path)
             return None
-        fd, direct = path.open_to_write(nbytes)
+        try:
+            fd, direct = path.open_to_write(nbytes)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            path.parent.make_folder()  # somebody who took a failed save back has deleted the folder while it was empty
+            fd, direct = path.open_to_write(nbytes)
         self.paths.append(path)
         if len(self.descriptors) < KEPT:
             self.descriptors.append(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.export.partial import LAST
+from holdfast.export import conversion
+from holdfast.export.partial import LAST, Partial
 from holdfast.export.to_store import grown_at
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Failing, Memory
 
 STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3)}, "step": 7}
@@ -84,6 +88,21 @@ def test_one_of_ours_is_replaced_without_a_moment_without(source: Path, tmp_path
         found.verify()
         steps.append(found.step)
     assert steps == sorted(steps) and set(steps) == {7, 8}
+
+
+def test_a_second_call_is_refused_until_all_is_uploaded(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, upload, seconds = holdfast.storage.Place(Memory(), "t"), conversion.upload, []
+
+    def slow(grown: LocalPlace, place: StorePlace) -> int:
+        with pytest.raises(holdfast.errors.StorageError, match="another process is converting") as caught:
+            Partial(grown).give_up()
+        seconds.append(caught.value.errno)
+        return upload(grown, place)
+
+    monkeypatch.setattr(conversion, "upload", slow)
+    holdfast.convert(source, target)
+    assert seconds == [errno.EBUSY]
+    holdfast.open(target).verify()
 
 
 def test_what_is_somebody_elses_is_never_replaced(source: Path) -> None:

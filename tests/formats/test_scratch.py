@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import fcntl
 import gc
 import gzip
 import io
@@ -170,6 +171,31 @@ def test_once_on_a_machine(tmp_path: Path, home: Path) -> None:
         rank.ends()
     assert len(left(home)) == 2  # the last rank still reads
     ranks[3].ends()
+    assert left(home) == []
+
+
+def test_another_process_is_quicker(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, unpacked_times: list[str]
+) -> None:
+    """It unpacks while this one goes over to the exclusive lock, and keeps a shared one."""
+    path = archive(tmp_path / "a")
+    flock, asked, ranks = fcntl.flock, [], []
+
+    def late(lock: int, how: int) -> None:
+        if how & fcntl.LOCK_EX and not asked:
+            asked.append(how)
+            flock(lock, fcntl.LOCK_UN)  # as the kernel does
+            ranks.append(Rank(path))
+            assert ranks[0].told() == (1, 6000)
+        flock(lock, how)
+
+    monkeypatch.setattr(scratch.fcntl, "flock", late)
+    monkeypatch.setattr(scratch, "PATIENCE", 1.0)
+    found = scratch.unpacked(path, wanted)
+    assert found["composer_states.pt"].read() == MEMBERS[0][1] and not unpacked_times
+    ranks[0].ends()
+    assert len(left(home)) == 2  # this process still reads
+    del found
     assert left(home) == []
 
 

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -175,6 +175,19 @@ def test_a_save_that_commits_while_somebody_looks_stays(
     do(root / "step-2")
     monkeypatch.undo()
     holdfast.tools.verify(root / "step-2")
+
+
+def test_what_a_save_writes_while_somebody_sweeps_stays(root: Path) -> None:
+    folder = _dead(root)
+    dead = next((folder / "model").iterdir())
+    living = dead.with_name(dead.name.replace(read_manifest(root / "step-2").save, "f" * 16))
+
+    def begins(going: Sequence[str]) -> bool:
+        living.write_bytes(b"of a save that begins now")
+        return False
+
+    assert folders.sweep_dead(folder, spares=begins)
+    assert living.exists() and not dead.exists()
 
 
 def test_a_save_that_replaces_one_while_somebody_sweeps_stays(root: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.write.datafiles import OpenFiles
 from holdfast.write.pool import Ring
+from holdfast.write.worker import ThreadWorker
 
 
 def _save_and_check(folder: Path) -> None:
@@ -150,3 +152,14 @@ def test_windows_are_few_for_small_saves() -> None:
     with Ring() as ring:
         assert ring.take([10], pinned=False).nbytes == 4096
         assert ring.take([1 << 40, 10], pinned=False).nbytes <= 128 << 20
+
+
+def test_a_folder_that_was_deleted_while_it_was_empty(tmp_path: Path) -> None:
+    opened, worker = OpenFiles(), ThreadWorker()
+    path = tmp_path / "step-1" / "model" / "a.safetensors"
+    path.parent.make_folder()
+    (tmp_path / "step-1").delete_empty_folders()  # as a rank does that takes its part of a failed save back
+    opened.open(path, 100, worker)
+    opened.close()
+    worker.close()
+    assert opened.paths == [path] and path.is_file()

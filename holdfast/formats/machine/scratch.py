@@ -138,6 +138,15 @@ _leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
+def _forget() -> None:
+    """In a forked child: another thread may have held the lock, and the leases are the parent's."""
+    global _lock, _leases
+    _lock, _leases = threading.Lock(), weakref.WeakValueDictionary()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def _lease(path: Place, wanted: Callable[[str], bool]) -> Lease:
     with naming(path, "open"):
         identity = _in_store(as_store(path)) if path.is_remote else _on_disk(LocalPlace(os.path.realpath(path)))
@@ -148,7 +157,9 @@ def _lease(path: Place, wanted: Callable[[str], bool]) -> Lease:
             with naming(path, "unpack"):
                 root = private_folder("scratch")
                 _sweep(root, key)
-                lease = _leases[key] = _taken(root / key, lambda folder: _unpack(path, folder, _limit(root), wanted))
+                lease = _leases[key] = _taken(
+                    root / key, path, lambda folder: _unpack(path, folder, _limit(root), wanted)
+                )
         return lease
 
 
@@ -164,43 +175,49 @@ def _in_store(place: StorePlace) -> list[Any]:
     return [str(place), packed.nbytes, place.modified(), xxhash.xxh3_128_hexdigest(ends)]
 
 
-def _await_lock(lock: int, how: int, folder: LocalPlace) -> None:
-    """Wait for the process that unpacks into the folder as long as it grows: a frozen one never releases the lock."""
-    grown, since = -1, time.monotonic()
-    while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, how | fcntl.LOCK_NB)
-            return
-        time_now, size = time.monotonic(), _size_below(folder)
-        if size != grown:
-            grown, since = size, time_now
-        if time_now - since > PATIENCE:
-            raise OSError(
-                errno.ETIMEDOUT,
-                f"another process is unpacking there and gets no further for {PATIENCE:g} s",
-                str(folder),
-            )
-        time.sleep(_PAUSE)
-
-
 def _size_below(folder: LocalPlace) -> int:
     size = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # deleted while we looked
+    with suppress(OSError):  # deleted while we looked
+        for path in folder.rglob("*"):
             size += path.stat().st_size
     return size
 
 
-def _taken(folder: LocalPlace, fill: Callable[[LocalPlace], None]) -> Lease:
-    """A lease of ``folder``. The first process fills it, the others wait."""
+def _taken(folder: LocalPlace, path: Place, fill: Callable[[LocalPlace], None]) -> Lease:
+    """A lease of ``folder``. The first process fills it, the others wait for as long as it grows."""
+    if (lease := _attempt(folder, fill)) is not None:
+        return lease
+    with events.task("wait", str(path)) as task:  # other ranks see that this one goes on
+        grown, since = 0, time.monotonic()
+        while True:
+            time.sleep(_PAUSE)
+            if (lease := _attempt(folder, fill)) is not None:
+                return lease
+            size = _size_below(folder)
+            if size != grown:
+                task.advance(max(size - grown, 0))
+                grown, since = size, time.monotonic()
+            elif time.monotonic() - since > PATIENCE:  # a frozen process never releases its lock
+                raise OSError(
+                    errno.ETIMEDOUT,
+                    f"another process is unpacking there and gets no further for {PATIENCE:g} s",
+                    str(folder),
+                )
+
+
+def _attempt(folder: LocalPlace, fill: Callable[[LocalPlace], None]) -> Lease | None:
+    """A lease, after filling the folder if nobody has; None while another process fills it."""
     while True:
         lock = _open_lock(folder)
         try:
-            _await_lock(lock, fcntl.LOCK_SH, folder)
-            if _is_current(lock, folder) and (folder / _INDEX).is_file():
+            if _locks(lock, fcntl.LOCK_SH) and _is_filled(lock, folder):
                 return Lease(folder, lock)
-            _await_lock(lock, fcntl.LOCK_EX, folder)
-            if _is_current(lock, folder) and not (folder / _INDEX).is_file():
+            # Not waited for: another process may fill the folder in the meantime and then keep a shared lock, while
+            # it waits for this one in a collective.
+            if not _locks(lock, fcntl.LOCK_EX):
+                _close(lock)
+                return None
+            if _is_current(lock, folder) and not _is_filled(lock, folder):
                 try:
                     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed while unpacking
                     folder.mkdir(0o700)
@@ -209,14 +226,35 @@ def _taken(folder: LocalPlace, fill: Callable[[LocalPlace], None]) -> Lease:
                     _remove(folder)
                     raise
         except BaseException:
-            os.close(lock)
+            _close(lock)
             raise
         # Filled, by this process or another. Again, as an exclusive lock cannot become a shared one in one step.
-        os.close(lock)
+        _close(lock)
+
+
+def _locks(lock: int, how: int) -> bool:
+    """Whether the lock could be had. One that was held before is gone if it could not: flock(2)."""
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _open_lock(folder: LocalPlace) -> int:
     return os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _close(lock: int) -> None:
+    """Release the lock, though a child that was forked in the meantime still has the file open."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    finally:
+        os.close(lock)
+
+
+def _is_filled(lock: int, folder: LocalPlace) -> bool:
+    return _is_current(lock, folder) and (folder / _INDEX).is_file()
 
 
 def _is_current(lock: int, folder: LocalPlace) -> bool:
@@ -229,18 +267,18 @@ def _is_current(lock: int, folder: LocalPlace) -> bool:
 
 def _give_up(folder: LocalPlace, lock: int, process: int) -> None:
     """End a lease; the last one cleans up. A forked child only lets go."""
-    try:
-        if os.getpid() == process:
-            _remove_if_idle(folder, lock)
-    finally:
+    if os.getpid() != process:
         os.close(lock)
+        return
+    try:
+        _remove_if_idle(folder, lock)
+    finally:
+        _close(lock)
 
 
 def _remove_if_idle(folder: LocalPlace, lock: int) -> None:
-    with suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_current(lock, folder):
-            _remove(folder)
+    if _locks(lock, fcntl.LOCK_EX) and _is_current(lock, folder):
+        _remove(folder)
 
 
 def _remove(folder: LocalPlace) -> None:
@@ -256,7 +294,7 @@ def _sweep(root: LocalPlace, but: str) -> None:
         try:
             _remove_if_idle(root / name, lock)
         finally:
-            os.close(lock)
+            _close(lock)
 
 
 def _limit(root: LocalPlace) -> int:

@@ -36,6 +36,7 @@ from holdfast.plan.plan import Plan
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.state import Collected
 from holdfast.state.leaves import owned_values
+from holdfast.storage.place import Place
 from holdfast.write.datafiles import OpenFiles, datafiles_of, memory_of
 from holdfast.write.pool import write_at_once
 
@@ -161,13 +162,21 @@ class _Failover:
         except HoldfastError as error:
             self._tell(attempt, _Outcome(error.cause, error.settled, error.absent))
             if error.settled:
-                withdraw(self.opened.paths, self.job.place)
+                withdraw(self._withdrawn(error.absent), None)
             raise
         else:
             self._tell(attempt, _Outcome())
         finally:
             self.opened.close()
             self.opened = OpenFiles()
+
+    def _withdrawn(self, lost: Collection[int]) -> list[Place]:
+        """What this rank wrote for an attempt that has failed, and nobody writes again."""
+        if self.call.ranks.rank not in lost:
+            return self.opened.paths
+        # The next attempt, of which a lost rank knows nothing, has its attachments in the same place.
+        attached = {self.job.place / path for path, *_ in self.attachments}
+        return [path for path in self.opened.paths if path not in attached]
 
     def _share(self, left: list[int], plan: Plan, attempt: int) -> _OwnShare:
         durable = self.outgoing.durable

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -44,10 +45,11 @@ KINDS = ["ddp", "hsdp", "fsdp", "stages", "per rank"]
 
 @dataclass(frozen=True)
 class Trial:
-    """``at``: where each victim stops: "write", "durable", "take over" or "commit". ``signal``: 9, or 19 to freeze.
+    """``at``: where each victim stops: "write", "durable", "take over", "taken over" or "commit". ``signal``: 9, or 19
+    to freeze.
 
     ``lost`` are the ranks that the commit does without. With ``refused`` there must be none, and survivors have to
-    tell this. ``worker``: "none" for a save that training waits for.
+    tell this. ``worker``: "none" for a save that training waits for. ``crossing``: see `cross`.
     """
 
     kind: str = "ddp"
@@ -60,6 +62,7 @@ class Trial:
     files: str = "all"
     base: bool = False
     overwrite: bool = False
+    crossing: bool = False
 
 
 def model_of(kind: str, rank: int) -> nn.Module:
@@ -125,9 +128,41 @@ def watch(stage: str, number: int) -> None:
         "write": lambda: around(Outgoing, "finish"),
         "durable": lambda: around(Outgoing, "finish", after=True),
         "take over": lambda: around(_Failover, "_share"),
+        "taken over": lambda: around(_Failover, "_share", after=True),
         "commit": lambda: around(failover, "commit"),
     }
     stages[stage]()
+
+
+def cross(rank: int, root: Path) -> None:
+    """Rank 3 takes back its files of the first attempt in the moment after rank 2 has made folders for the second."""
+    made, withdrawn = root / "made", root / "withdrawn"
+    withdraw, write, make_folders = failover.withdraw, _Failover._write, LocalPlace.make_folders
+
+    def withdraw_late(*args: Any) -> None:
+        await_file(made)
+        withdraw(*args)
+        withdrawn.touch()
+
+    def write_second(self: _Failover, plan: Any, attempt: int, small: Any) -> Any:
+        if attempt == 2:
+            LocalPlace.make_folders = make_and_wait
+        return write(self, plan, attempt, small)
+
+    def make_and_wait(self: LocalPlace, names: Any) -> None:
+        make_folders(self, names)
+        made.touch()
+        await_file(withdrawn)
+
+    if rank == 3:
+        failover.withdraw = withdraw_late
+    elif rank == 2:
+        _Failover._write = write_second
+
+
+def await_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def run_rank(rank: int, trial: Trial, root: Path, told: int, port: int) -> None:
@@ -144,6 +179,8 @@ def run_rank(rank: int, trial: Trial, root: Path, told: int, port: int) -> None:
         holdfast.load(root / "truth", state)
     if str(rank) in trial.at:
         watch(trial.at[str(rank)], trial.signal)
+    if trial.crossing:
+        cross(rank, root)
     options: dict[str, Any] = {"base": root / "truth"} if trial.base else {}
     options |= {"overwrite": trial.overwrite, "files": files, "run": f"{rank:016x}"}
     try:

@@ -68,6 +68,16 @@ def test_each_rank_freezes_and_wakes(worker: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_wakes_after_others_have_written_what_it_took_over(tmp_path: Path) -> None:
+    run(tmp_path, [{"at": {"0": "write", "1": "taken over"}, "lost": [0, 1], "signal": FREEZE}])
+
+
+@pytest.mark.slow
+def test_folders_of_the_next_attempt_stay(tmp_path: Path) -> None:
+    run(tmp_path, [{"at": {"0": "write", "1": "take over"}, "lost": [0, 1], "crossing": True}])
+
+
+@pytest.mark.slow
 def test_several_are_lost(tmp_path: Path) -> None:
     run(
         tmp_path,
