@@ -352,7 +352,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
 def test_deleting_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holdfast.save(_state(1), tmp_path / "c")
 
-    def crash(path: Path, kept: set[str]) -> None:
+    def crash(path: Path, present: list[str], kept: set[str]) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(folder_module, "_delete_ours", crash)
