@@ -85,7 +85,7 @@ class OpenFiles:
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
-            path.parent.make_folder()  # somebody who took a failed save back has deleted the folder while it was empty
+            path.parent.make_folder()  # another rank, or a sweep, has deleted the folder while it was empty
             fd, direct = path.open_to_write(nbytes)
         self.paths.append(path)
         if len(self.descriptors) < KEPT:
