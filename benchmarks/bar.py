@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class Bar:
     """``measured`` by the medians, ``best`` by the best repetitions; ``least`` or ``most`` is the limit.
 
-    ``floor``: for a bar with ``most``, what ``measured`` would be if only the indispensable work were done, such as to
-    read the bytes; measured in the same run. It explains a miss, and excuses none.
+    ``floor``: what ``measured`` would be if only the indispensable work were done, such as to read the bytes; measured
+    in the same run. It explains a miss, and excuses none.
     """
 
     what: str

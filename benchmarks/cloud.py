@@ -93,7 +93,7 @@ class Bench:
         """Each system saves and loads a tiny state over this link; what it must import is there afterwards."""
         self.hold(ranks, TINY)
         for name, system in SYSTEMS.items():
-            if system.reshards or ranks == RANKS:
+            if not system.raw or ranks == RANKS:
                 where = self._where(TINY.nbytes)
                 try:
                     self.pools[ranks].run(cloud_jobs.save, name, where)
@@ -113,7 +113,7 @@ class Bench:
     def reshard(self, number: int, spec: Sharded) -> None:
         """Every system that can saves with more ranks than it then loads with: all, and the model alone."""
         part = spec.nbytes // 3  # the rest are two moments of each parameter
-        for name in _rotated([name for name, system in SYSTEMS.items() if system.reshards], number):
+        for name in _rotated([name for name, system in SYSTEMS.items() if not system.raw], number):
             where = self._where(spec.nbytes)
             if self._measure(SAVE_BY_MORE, name, spec.nbytes, MORE, cloud_jobs.save, where):
                 self._measure(LOAD_BY_LESS, name, spec.nbytes, RANKS, cloud_jobs.load, where, None)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from benchmarks.cloud_systems import RAW_NAMES, RAW_PART, SYSTEMS, Where
+from benchmarks.cloud_systems import RAW_PART, SYSTEMS, Where
 from benchmarks.gauge import Spent, spend
 from benchmarks.jobs import LoadCost, WrongBytes
 from benchmarks.states import Sharded, State, digest, local_bytes, local_tensors
@@ -56,7 +56,7 @@ def drop() -> None:
 
 
 def _parts_of(system: str) -> list[str]:
-    return [part for part in _held[0].state if (part == RAW_PART) == (system in RAW_NAMES)]
+    return [part for part in _held[0].state if (part == RAW_PART) == SYSTEMS[system].raw]
 
 
 def save(system: str, where: Where) -> Spent:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from benchmarks.bar import Bar
-from benchmarks.cloud_systems import FSSPEC, HOLDFAST, RAW_NAMES
+from benchmarks.cloud_systems import FLOORS, FSSPEC, HOLDFAST, RAW_NAMES
 from benchmarks.gauge import Spent
 from benchmarks.jobs import LoadCost
 from benchmarks.repeated import Repeated, times
@@ -117,11 +117,16 @@ def judge(rows: Rows, link: str) -> list[Bar]:
         fair = (rows.times(link, work, than, HOLDFAST), rows.times(link, work, than, HOLDFAST, best=True))
         return Bar(what, *fair, least=least)
 
+    def beside_raw(work: str) -> Bar:
+        raw = rows.limit(link, work)
+        floor = rows.times(link, work, raw, FLOORS[raw].name)
+        return replace(faster(f"{work}, share of raw obstore's rate", work, raw, 0.85), floor=floor)
+
     model = rows.find(link, MODEL, HOLDFAST)
     fetched = max([model.ratio or 0.0, *model.told]) if model and model.ratio else None
     return [
-        faster("save, share of raw obstore's rate", SAVE, rows.limit(link, SAVE), 0.85),
-        faster("load, share of raw obstore's rate", LOAD, rows.limit(link, LOAD), 0.85),
+        beside_raw(SAVE),
+        beside_raw(LOAD),
         faster("save, as many times as fast as DCP with fsspec", SAVE, FSSPEC, 5.0),
         faster("load, as many times as fast as DCP with fsspec", LOAD, FSSPEC, 6.0),
         Bar("save, CPU seconds over those of raw obstore", _cpu_share(rows, link), most=1.3),

@@ -7,15 +7,18 @@ Never tuned: each peer as its documentation shows it. Credentials come from the 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import xxhash
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -27,6 +30,7 @@ from holdfast.buffers.memory import address_of
 REGION = "us-east-1"
 RAW_PART = "raw"
 """The part of a state that raw obstore moves: the bytes of all others, as one tensor."""
+MANIFEST = "manifest"
 MIB = 1 << 20
 
 
@@ -45,12 +49,12 @@ class Where:
 
 @dataclass(frozen=True)
 class System:
-    """``reshards``: whether it can load on another number of ranks, and a part."""
+    """``raw``: it moves the bytes of a rank as they are, and so can neither load a part nor on other ranks."""
 
     name: str
     save: Callable[[State, Where, int], None]
     load: Callable[[State, Where, int], Told | None]
-    reshards: bool = True
+    raw: bool = False
 
 
 def _holdfast_url(where: Where) -> str:
@@ -116,16 +120,21 @@ def _load_connector(state: State, where: Where, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Raw:
-    """obstore by itself: one object a rank, in parts of ``part`` bytes, so many at once."""
+    """obstore by itself: one object a rank, in parts of ``part`` bytes, so many at once.
+
+    ``committed``: with what no checkpoint can do without. Each part is summed, and a small object with all sums is put
+    once every rank has put its own, and read before anything else.
+    """
 
     part: int
     writers: int
     readers: int
+    committed: bool = False
 
     @property
     def system(self) -> System:
-        name = f"raw obstore, {self.part // MIB} MiB"
-        return System(name, partial(_save_raw, self), partial(_load_raw, self), reshards=False)
+        name = f"{'floor: summed and committed' if self.committed else 'raw obstore'}, {self.part // MIB} MiB"
+        return System(name, partial(_save_raw, self), partial(_load_raw, self), raw=True)
 
 
 @cache
@@ -151,28 +160,43 @@ def _raw_bytes(state: State) -> torch.Tensor:
 def _save_raw(raw: Raw, state: State, where: Where, rank: int) -> None:
     import obstore
 
-    data = memoryview(_raw_bytes(state).numpy())
+    store, data = _store(where.endpoint, where.bucket), memoryview(_raw_bytes(state).numpy())
+    sums: list[str] = []
 
     def parts() -> Iterator[memoryview]:
         for begin in range(0, len(data), raw.part):
-            yield data[begin : begin + raw.part]
+            part = data[begin : begin + raw.part]
+            if raw.committed:
+                sums.append(xxhash.xxh3_64_hexdigest(part))
+            yield part
 
     obstore.put(
-        _store(where.endpoint, where.bucket), f"{where.key}/{rank}", parts(),
+        store, f"{where.key}/{rank}", parts(),
         use_multipart=True, chunk_size=raw.part, max_concurrency=raw.writers,
     )  # fmt: skip
+    if raw.committed:
+        of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, sums)
+        if rank == 0:
+            obstore.put(store, f"{where.key}/{MANIFEST}", json.dumps(of_ranks).encode())
+        dist.barrier()
 
 
 def _load_raw(raw: Raw, state: State, where: Where, rank: int) -> None:
     import obstore
 
     store, target = _store(where.endpoint, where.bucket), _raw_bytes(state)
+    sums: list[str] = []
+    if raw.committed:
+        sums = json.loads(bytes(obstore.get(store, f"{where.key}/{MANIFEST}").bytes()))[rank]
 
     def bring(begin: int) -> None:
         found = obstore.get_range(
             store, f"{where.key}/{rank}", start=begin, end=min(begin + raw.part, target.nbytes)
         )  # fmt: skip
         ctypes.memmove(target.data_ptr() + begin, address_of(found), len(found))
+        if raw.committed and xxhash.xxh3_64_hexdigest(found) != sums[begin // raw.part]:
+            raise ValueError(f"{where.url}/{rank} has another sum at byte {begin}")
 
     with ThreadPoolExecutor(raw.readers) as pool:
         for done in [pool.submit(bring, begin) for begin in range(0, target.nbytes, raw.part)]:
@@ -180,14 +204,17 @@ def _load_raw(raw: Raw, state: State, where: Where, rank: int) -> None:
 
 
 HOLDFAST, FSSPEC, CONNECTOR = "holdfast", "DCP, fsspec (s3fs)", "DCP, s3torchconnector"
-RAWS = [Raw(8 * MIB, writers=12, readers=16).system, Raw(16 * MIB, writers=8, readers=8).system]
-RAW_NAMES = [raw.name for raw in RAWS]
+RAWS = [Raw(8 * MIB, writers=12, readers=16), Raw(16 * MIB, writers=8, readers=8)]
+RAW_NAMES = [raw.system.name for raw in RAWS]
+FLOORS = {raw.system.name: replace(raw, committed=True).system for raw in RAWS}
+"""By the name of the setting of raw obstore that each is made from."""
 SYSTEMS = {
     system.name: system
     for system in (
         System(HOLDFAST, _save_holdfast, _load_holdfast),
         System(FSSPEC, _save_fsspec, _load_fsspec),
         System(CONNECTOR, _save_connector, _load_connector),
-        *RAWS,
+        *(raw.system for raw in RAWS),
+        *FLOORS.values(),
     )
 }

@@ -167,8 +167,9 @@ def _run(source: Source, job: list[Range], progress: Callable[[int], None] | Non
     first = job[0]
     if source.straight and len(job) == 1 and is_straight(first):
         memory = host_view(first.address, first.nbytes)
-        source.read(first.begin, memory, first.address)
-        if not is_right(first, memory):
+        total = None if first.sum is None else blocks.running_sum(first.sum)
+        source.read(first.begin, memory, first.address, None if total is None else total.update)
+        if total is not None and total.hexdigest() != first.sum:
             raise altered(source.path, first)
         _land(job, streams)
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -24,6 +24,9 @@ from holdfast.storage.wrappers.cached import Cached
 
 Descriptors = tuple[int, int | None]
 """Of one open local file: through the page cache, and directly (None where that cannot be had)."""
+
+See = Callable[[memoryview], object]
+"""What is called with bytes while they are in the processor's cache: the ``update`` of a sum."""
 
 MOST_GAP = 512 << 10
 """However slow a store answers, ranges further apart than this are asked for one by one."""
@@ -90,8 +93,11 @@ class Source(Protocol):
     def forget(self, begin: int, nbytes: int) -> None:
         """A stretch had a wrong sum: let it come from the store itself when it is fetched again."""
 
-    def read(self, begin: int, memory: memoryview, address: int) -> None:
-        """Fill ``memory`` (at ``address``) from the file. Raises Damaged if it ends before, StorageError."""
+    def read(self, begin: int, memory: memoryview, address: int, see: See | None = None) -> None:
+        """Fill ``memory`` (at ``address``) from the file. Raises Damaged if it ends before, StorageError.
+
+        ``see`` is called with one part after the other, each as soon as it is there.
+        """
 
 
 def source_of(path: Place, opened: Descriptors | StorePlace, stats: ReadStats) -> Source:
@@ -167,19 +173,21 @@ class _OpenFile:
                 self._through_cache(begin + at, part)
                 yield part
 
-    def _through_cache(self, begin: int, memory: memoryview) -> None:
-        at = 0
+    def _through_cache(self, begin: int, memory: memoryview, see: See | None = None) -> None:
+        at, most = 0, len(memory) if see is None else STRIDE
         while at < len(memory):
-            got = disk.read(self.cached, memory[at:], begin + at, self.path)
+            got = disk.read(self.cached, memory[at : at + most], begin + at, self.path)
             if not got:
                 raise damaged(self.path, f"ends at byte {begin + at}")
             self.stats.add(got)
+            if see is not None:
+                see(memory[at : at + got])
             at += got
 
     def forget(self, begin: int, nbytes: int) -> None:
         """A disk has nothing else to give."""
 
-    def read(self, begin: int, memory: memoryview, address: int) -> None:
+    def read(self, begin: int, memory: memoryview, address: int, see: See | None = None) -> None:
         total, at = len(memory), 0
         direct = None if self.is_cached(begin, total) else self.direct
         with naming(self.path, "read"):
@@ -192,10 +200,14 @@ class _OpenFile:
                 useful = min(got - skip, total - at)
                 if useful <= 0:
                     break
-                move(address + at, bounce.address + skip, useful)
+                for done in range(0, useful, STRIDE):
+                    n = min(STRIDE, useful - done)
+                    move(address + at + done, bounce.address + skip + done, n)
+                    if see is not None:
+                        see(memory[at + done : at + done + n])
                 self.stats.add(got)
                 at += useful
-            self._through_cache(begin + at, memory[at:])
+            self._through_cache(begin + at, memory[at:], see)
 
 
 class _Pace:
@@ -260,6 +272,8 @@ class _Object:
     def forget(self, begin: int, nbytes: int) -> None:
         forget(self.place, begin, nbytes)
 
-    def read(self, begin: int, memory: memoryview, address: int) -> None:
+    def read(self, begin: int, memory: memoryview, address: int, see: See | None = None) -> None:
         fetched = self.fetch(begin, len(memory))
         move(address, fetched.address, len(memory))
+        if see is not None:
+            see(memory)
