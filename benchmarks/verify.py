@@ -20,6 +20,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 
 import torch
+import xxhash
 
 import holdfast
 from benchmarks.bar import Bar
@@ -32,6 +33,9 @@ FILES = 4
 """Sections, and so data files, that the bytes are spread over."""
 
 SPAN = 8 << 20
+PART = 512 << 10
+"""Bytes that are read and then summed while a core's cache has them."""
+
 THREADS = (4, 8, 16)
 """The raw read takes the best of these: what the disk gives, however it is asked."""
 
@@ -40,11 +44,15 @@ WANTED = 0.8
 
 @dataclass
 class Row(Repeated):
-    """What one way took, turn by turn; ``beside``: how the raw reads are called that it is held against."""
+    """What one way took, turn by turn; ``beside``: how the raw reads are called that it is held against.
+
+    ``floor``: it does only what no check can do without.
+    """
 
     what: str
     nbytes: int
     beside: str | None
+    floor: bool = False
 
 
 class Rows:
@@ -53,11 +61,13 @@ class Rows:
     def __init__(self) -> None:
         self.found: dict[str, Row] = {}
 
-    def spend(self, what: str, nbytes: int, action: Callable[[], Any], beside: str | None = None) -> Any:
+    def spend(
+        self, what: str, nbytes: int, action: Callable[[], Any], beside: str | None = None, *, floor: bool = False
+    ) -> Any:
         """Do ``action`` and note what it took; its result."""
         began, cpu = time.monotonic(), time.process_time()
         result = action()
-        row = self.found.setdefault(what, Row(what, nbytes, beside))
+        row = self.found.setdefault(what, Row(what, nbytes, beside, floor))
         row.seconds.append(time.monotonic() - began)
         row.cpu.append(time.process_time() - cpu)
         say(f"{what}: {nbytes / row.seconds[-1] / 1e9:.2f} GB/s")
@@ -93,13 +103,32 @@ MEMORY = windows(max(THREADS))
 
 def read_raw(files: Sequence[Path], threads: int, *, direct: bool) -> None:
     """Read every byte of the files once, by so many threads, a span at a time, and look at none."""
-    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-    opened = [(os.open(file, flags), file.stat().st_size) for file in files]
+    _read(files, threads, os.O_DIRECT if direct else 0, _read_span)
+
+
+def read_and_sum(files: Sequence[Path], threads: int) -> None:
+    """The same from the page cache, and sum every span, a part at a time."""
+    _read(files, threads, 0, _sum_span)
+
+
+def _read_span(fd: int, at: int, memory: mmap.mmap) -> None:
+    os.preadv(fd, [memory], at)
+
+
+def _sum_span(fd: int, at: int, memory: mmap.mmap) -> None:
+    total, part = xxhash.xxh3_64(), memoryview(memory)[:PART]
+    for begin in range(at, at + SPAN, PART):
+        total.update(part[: os.preadv(fd, [part], begin)])
+    total.digest()
+
+
+def _read(files: Sequence[Path], threads: int, flags: int, read: Callable[[int, int, mmap.mmap], None]) -> None:
+    opened = [(os.open(file, os.O_RDONLY | flags), file.stat().st_size) for file in files]
     spans = [(fd, at) for fd, size in opened for at in range(0, size, SPAN)]
 
     def run(number: int) -> None:
         for fd, at in spans[number::threads]:
-            os.preadv(fd, [MEMORY[number]], at)
+            read(fd, at, MEMORY[number])
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(run, range(threads)))
@@ -121,6 +150,9 @@ def turn(path: Path, rows: Rows, nbytes: int, number: int) -> None:
         ways = [(f"raw {kind}, {threads} threads", threads) for threads in THREADS] + [(f"verify {kind}", 0)]
         if not direct:
             make_warm(path)
+            for threads in THREADS:
+                what = f"floor warm, {threads} threads"
+                rows.spend(what, nbytes, lambda t=threads: read_and_sum(files, t), f"raw {kind}", floor=True)
         for what, threads in ways[number % len(ways) :] + ways[: number % len(ways)]:
             if direct:
                 make_cold(path)
@@ -133,10 +165,16 @@ def turn(path: Path, rows: Rows, nbytes: int, number: int) -> None:
 
 
 def bars_of(rows: Rows) -> list[Bar]:
-    """What is wanted."""
+    """What is wanted. The floor is the best of the reads that sum."""
+    checks = [row for row in rows.found.values() if row.beside and not row.floor]
     return [
-        Bar(f"{row.what}, of the raw read", rows.ratio(row), least=WANTED) for row in rows.found.values() if row.beside
+        Bar(f"{row.what}, of the raw read", rows.ratio(row), least=WANTED, floor=_floor(rows, row)) for row in checks
     ]
+
+
+def _floor(rows: Rows, check: Row) -> float | None:
+    found = (rows.ratio(row) for row in rows.found.values() if row.floor and row.beside == check.beside)
+    return max((ratio for ratio in found if ratio is not None), default=None)
 
 
 def show(rows: Rows) -> None:
@@ -145,7 +183,7 @@ def show(rows: Rows) -> None:
     for row in rows.found.values():
         ratio, seconds = rows.ratio(row), median(row.seconds)
         verdict = "" if ratio is None else f"{ratio:.2f}"
-        if ratio is not None:
+        if ratio is not None and not row.floor:
             verdict += f"  (wanted: at least {WANTED:g}) {'met' if ratio >= WANTED else 'MISSED'}"
         rate = "" if "shallow" in row.what else f"{row.nbytes / seconds / 1e9:.2f}"
         print(f"{row.what:26} {seconds:8.2f} {rate:>7} {median(row.cpu):10.2f}  {verdict}")
