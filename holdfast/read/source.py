@@ -96,7 +96,7 @@ class Source(Protocol):
     def read(self, begin: int, memory: memoryview, address: int, see: See | None = None) -> None:
         """Fill ``memory`` (at ``address``) from the file. Raises Damaged if it ends before, StorageError.
 
-        ``see`` is called with one part after the other, each as soon as it is there.
+        ``see`` is called with each part in turn, as soon as it is there; together the parts are all of ``memory``.
         """
 
 
@@ -174,6 +174,7 @@ class _OpenFile:
                 yield part
 
     def _through_cache(self, begin: int, memory: memoryview, see: See | None = None) -> None:
+        # We rejected mapping the file: it gained nothing (measured), and if the file is cut meanwhile the process dies.
         at, most = 0, len(memory) if see is None else STRIDE
         while at < len(memory):
             got = disk.read(self.cached, memory[at : at + most], begin + at, self.path)
