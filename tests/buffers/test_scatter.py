@@ -1,12 +1,16 @@
-"""Bytes on their way to views that cannot be read into: in a forked process, and many small ones on a device."""
+"""Bytes on their way to views that cannot be read into: in a forked process, transposed, many small on a device."""
 
 from __future__ import annotations
 
 import os
+from math import prod
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import holdfast
 from holdfast.buffers import scatter
@@ -90,3 +94,28 @@ def test_a_damaged_small_tensor_does_not_reach_a_device(
     with pytest.raises(holdfast.errors.Damaged, match=rf"w{which}\b"):
         holdfast.load(tmp_path / "c", {"model": here})
     assert not here[f"w{which}"].any()
+
+
+@given(
+    st.lists(st.integers(1, 3), max_size=2), st.integers(1, 200), st.integers(1, 200), st.integers(0, 3),
+    st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]),
+)  # fmt: skip
+def test_an_array_comes_into_a_view_whose_last_axes_are_swapped(
+    outer: list[int], rows: int, columns: int, margin: int, dtype: torch.dtype
+) -> None:
+    # The limit is small here, so that a part is less than a matrix.
+    count = prod(outer) * rows * columns
+    numbers = (
+        torch.arange(count * dtype.itemsize).remainder(251).to(torch.uint8).view(dtype).view(*outer, rows, columns)
+    )
+    memory = torch.zeros(*outer, columns, margin + rows + margin, dtype=dtype)
+    view = memory[..., margin : margin + rows].mT
+    with mock.patch.object(scatter, "TRANSPOSED", 4000):
+        scatter.deliver(numbers, view)
+    assert bytes_of(torch.empty_like(numbers).copy_(view)) == bytes_of(numbers)
+    memory[..., margin : margin + rows] = 0
+    assert not memory.any(), "nothing beside the view was changed"
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.view(-1).view(torch.uint8).numpy().tobytes()
