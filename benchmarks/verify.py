@@ -33,8 +33,8 @@ FILES = 4
 """Sections, and so data files, that the bytes are spread over."""
 
 SPAN = 8 << 20
-PART = 512 << 10
-"""Bytes that are read and then summed while a core's cache has them."""
+PART = 2 << 20
+"""Bytes that are read and then summed while the caches have them."""
 
 THREADS = (4, 8, 16)
 """The raw read takes the best of these: what the disk gives, however it is asked."""

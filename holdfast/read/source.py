@@ -31,8 +31,8 @@ See = Callable[[memoryview], object]
 MOST_GAP = 512 << 10
 """However slow a store answers, ranges further apart than this are asked for one by one."""
 
-STRIDE = 512 << 10
-"""Bytes that are copied and summed at a time: so many stay in a core's own cache meanwhile."""
+STRIDE = 2 << 20
+"""Bytes that are copied and summed at a time, while the caches hold them: 1 to 3 MiB were the fastest (measured)."""
 
 
 @dataclass
@@ -166,23 +166,24 @@ class _OpenFile:
         return Fetched(view, address, gathered)
 
     def parts(self, begin: int, nbytes: int) -> Iterator[memoryview]:
-        memory = _buffer("gather", STRIDE).view
+        memory = _buffer("gather", STRIDE).view[:STRIDE]
         with naming(self.path, "read"):
             for at in range(0, nbytes, STRIDE):
-                part = memory[: min(STRIDE, nbytes - at)]
+                part = memory if nbytes - at >= STRIDE else memory[: nbytes - at]
                 self._through_cache(begin + at, part)
                 yield part
 
     def _through_cache(self, begin: int, memory: memoryview, see: See | None = None) -> None:
         # We rejected mapping the file: it gained nothing (measured), and if the file is cut meanwhile the process dies.
-        at, most = 0, len(memory) if see is None else STRIDE
-        while at < len(memory):
-            got = disk.read(self.cached, memory[at : at + most], begin + at, self.path)
+        at, total, most = 0, len(memory), len(memory) if see is None else STRIDE
+        while at < total:
+            part = memory[at : at + most]
+            got = disk.read(self.cached, part, begin + at, self.path)
             if not got:
                 raise damaged(self.path, f"ends at byte {begin + at}")
             self.stats.add(got)
             if see is not None:
-                see(memory[at : at + got])
+                see(part[:got])
             at += got
 
     def forget(self, begin: int, nbytes: int) -> None:

@@ -14,6 +14,7 @@ from benchmarks.cache import make_cold, make_warm
 from holdfast.buffers.stage import host_view
 from holdfast.errors import Damaged
 from holdfast.read.source import STRIDE, ReadStats, Source, source_of
+from holdfast.storage.local.disk import SECTOR
 from holdfast.storage.local.large import open_to_read
 from holdfast.storage.urls import location
 
@@ -47,3 +48,21 @@ def test_a_file_that_ends_too_early_is_damaged(source: Source, *, seen: bool) ->
     memory = host_view(target.data_ptr(), target.nbytes)
     with pytest.raises(Damaged, match=f"ends at byte {SIZE}"):
         source.read(100, memory, target.data_ptr(), parts.extend if seen else None)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_kernel_may_bring_fewer_bytes_than_were_asked_for(
+    source: Source, monkeypatch: pytest.MonkeyPatch, *, seen: bool
+) -> None:
+    full = os.preadv
+
+    def short(fd: int, memory: list[memoryview], offset: int) -> int:
+        return full(fd, [memory[0][: SECTOR + len(memory[0]) // 2]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    target, parts = torch.zeros(SIZE - 100, dtype=torch.uint8), bytearray()
+    source.read(100, host_view(target.data_ptr(), target.nbytes), target.data_ptr(), parts.extend if seen else None)
+    assert bytes(target.numpy()) == DATA[100:]
+    assert parts == (DATA[100:] if seen else b"")
+    assert source.fetch(100, SIZE - 100).view == DATA[100:]
+    assert b"".join(map(bytes, source.parts(100, SIZE - 100))) == DATA[100:]
