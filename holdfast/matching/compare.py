@@ -142,7 +142,11 @@ class _Comparison:
         for name, entry in self.state.entries.items():
             if name in aliases or not saved.asked(name):
                 continue
-            stored = [n for n in tied.get(name, (name,)) if n in saved.tensors]
+            if name in saved.tensors and name not in tied:  # most are
+                self.claimed.add(name)
+                self._tensor(name, entry)
+                continue
+            stored = [n for n in tied.get(name, ()) if n in saved.tensors]
             if not stored:
                 self.missing.append(name)
                 continue
@@ -183,14 +187,15 @@ class _Comparison:
     def _fits(self, name: str, own_name: str, own_dtype: str, own_shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this dtype and shape takes the saved one, and note a cast."""
         dtype, shape = self.names.saved.tensors[name]
+        if dtype == own_dtype and shape == own_shape:
+            return True
         if not self._fits_shape(own_name, shape, own_shape):
             return False
-        if dtype != own_dtype:
-            if not self.cast:
-                self.misfits.append(f"{own_name}: saved as {dtype}, here {own_dtype} (cast=True converts)")
-                self.castable = True
-                return False
-            self.casts[own_name] = (dtype, own_dtype)
+        if not self.cast:
+            self.misfits.append(f"{own_name}: saved as {dtype}, here {own_dtype} (cast=True converts)")
+            self.castable = True
+            return False
+        self.casts[own_name] = (dtype, own_dtype)
         return True
 
     def _read(self, batch: Batch, name: str, entries: Iterable[Entry]) -> None:

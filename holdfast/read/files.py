@@ -199,7 +199,7 @@ class DataFiles(AsStored):
     def piece(
         self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats
     ) -> tuple[int, Piece, Sequence[str]]:
-        header = self.header(index, stats)
+        header = self._headers.get(index) or self.header(index, stats)
         key = datafile.key_of(names.in_section(name), cell, record.shape)
         piece = header.pieces.get(key)
         if piece is None or not is_cell(piece, cell, record.dtype):

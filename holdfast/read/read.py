@@ -123,7 +123,7 @@ def overlaps_of(
     files: Files, wanted: Iterable[Wanted], verify: Verify, stats: ReadStats
 ) -> tuple[dict[int, list[Overlap]], bool]:
     """What is taken from each file, and whether blocks that are wanted in part are read whole; headers are read."""
-    wanted = list(_filled(files.expanded(wanted)))
+    wanted = _unfilled(files.expanded(wanted))
     by_file: defaultdict[int, list[Overlap]] = defaultdict(list)
     files.prepare((index for want in wanted for _, index in want.touching()), stats)
     for want in wanted:
@@ -140,13 +140,13 @@ def overlaps_of(
     return by_file, rounds_up((overlap for overlaps in by_file.values() for overlap in overlaps), verify, stats.needed)
 
 
-def _filled(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
+def _unfilled(wanted: Iterable[Wanted]) -> list[Wanted]:
     """What is to be read; what takes one number has it."""
-    for want in wanted:
-        if want.fill is None:
-            yield want
-        else:
+    everything = list(wanted)
+    for want in everything:
+        if want.fill is not None:
             want.view.fill_(want.fill)
+    return [want for want in everything if want.fill is None]
 
 
 def jobs_for(

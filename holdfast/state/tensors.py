@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 LOWEST = 1 << 40
-"""Linux gives a program no memory below this address; of a freed storage the offset is left."""
+"""Only the heap of a program that is not position-independent lies below this address, as that of Debian's Python."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -93,7 +93,7 @@ def is_tensor_leaf(value: object) -> bool:
 def entries_of(name: str, value: object, ranks: Ranks) -> list[Entry]:
     """The entry of a tensor leaf, or one for each part of a subclass that flattens. Raises Unsupported by name."""
     if type(value) in PLAIN:
-        return [_plain(name, value)]  # type: ignore[arg-type]
+        return [plain_entry(name, value)]  # type: ignore[arg-type]
     if is_dtensor(value):
         return _dtensor(name, value, ranks)
     if isinstance(value, Shard):
@@ -117,7 +117,7 @@ def entries_of(name: str, value: object, ranks: Ranks) -> list[Entry]:
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
     """torch's name of the element type. Raises Unsupported for what has no plain bytes."""
-    if tensor.layout is not torch.strided or tensor.data_ptr() < LOWEST or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or lacks_memory(tensor):
         _check_bytes(name, tensor)
     return dtypes.name_of(tensor.dtype)
 
@@ -136,13 +136,20 @@ def _check_bytes(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is empty, meta or freed: its address is its offset into nothing."""
+    # Asked of every tensor of a save: the storage itself would answer, and takes three times as long.
+    address = tensor.data_ptr()
+    return address < LOWEST and address == tensor.storage_offset() * tensor.itemsize
+
+
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether the storage of a tensor was freed. Reading it would end the process."""
-    # Only an address that no memory has is looked into: this is asked of every tensor of a save.
-    return tensor.data_ptr() < LOWEST and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    return lacks_memory(tensor) and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
-def _plain(name: str, tensor: torch.Tensor) -> Entry:
+def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
+    """The entry of a tensor that every rank has whole."""
     box = whole(tensor.shape)
     memory = tensor.detach() if tensor.requires_grad else tensor
     return Entry(name, dtype_name(name, tensor), box.lengths, WHOLE, [View(box, memory)])

@@ -22,7 +22,7 @@ from holdfast.state.kinds import is_dtensor
 from holdfast.state.leaves import Collected, Saved
 from holdfast.state.parameters import Known, names_of_parameters
 from holdfast.state.recall import Recall
-from holdfast.state.tensors import PLAIN, entries_of
+from holdfast.state.tensors import PLAIN, entries_of, plain_entry
 from holdfast.state.trees import bare_tensors
 
 if TYPE_CHECKING:
@@ -60,10 +60,14 @@ class Walk:
     def plain(self, path: str, tensor: Any, into: Collected | None = None) -> None:
         """Add a tensor that belongs to no module or optimizer."""
         into = into or self.into
+        if type(tensor) in PLAIN:  # by far the most common
+            into.add(plain_entry(path, tensor))
+            into.changes.plain.append(path)
+            return
         for entry in entries_of(path, tensor, self.ranks):
             into.add(entry)
             into.changes.plain.append(entry.name)
-        if type(tensor) not in PLAIN and is_dtensor(tensor):
+        if is_dtensor(tensor):
             into.changes.dtensors.append(tensor)
 
     def noted(self, path: str, tensor: Any, into: Collected | None = None) -> None:
