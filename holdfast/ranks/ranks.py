@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from holdfast import events
 from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, cause_to_show, error_from, failure_of
-from holdfast.events import log
 from holdfast.ondisk.blocks import digest
 from holdfast.ranks.heartbeat import Vigil, Watch, Work, at_work
 from holdfast.ranks.messages import FAN_IN, NAMED, Message, Verdict, check_labels, messages_of, short, tree_of
@@ -214,16 +213,17 @@ class Call:
                 verdict = self._conclude([message], phase, decided, errors, lambda ranks: {})
             else:
                 verdict = self._meet_over_store(message, phase, conclude)
-        for interrupt in errors:
-            if not isinstance(interrupt, Exception):
-                raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks know of them
-        if verdict.failure is not None:
-            absent = [ranks.number(rank) for rank in verdict.absent]
-            alone = ranks.size == 1 and verdict.failure.rank == 0
-            failed = error_from(
-                verdict.failure, saving=self.saving, settled=verdict.settled, absent=absent, alone=alone
-            )
-            raise failed from cause_to_show(errors if verdict.failure.rank == ranks.number(ranks.rank) else [])
+        try:
+            if any(not isinstance(error, Exception) for error in errors):  # an interrupt stays what it is
+                raise next(error for error in errors if not isinstance(error, Exception))
+            if verdict.failure is not None:
+                absent = [ranks.number(rank) for rank in verdict.absent]
+                number, alone = verdict.failure.rank, ranks.size == 1 and verdict.failure.rank == 0
+                raise error_from(
+                    verdict.failure, saving=self.saving, settled=verdict.settled, absent=absent, alone=alone
+                ) from cause_to_show(errors if number == ranks.number(ranks.rank) else [])
+        finally:
+            errors.clear()  # an error and this frame would keep each other, and with them the state
         return msgspec.msgpack.decode(verdict.answer or b"", type=answer)
 
     def settle(
@@ -249,7 +249,7 @@ class Call:
     def _failure_of(self, error: BaseException, phase: str) -> Failure:
         ranks = self.ranks
         if not isinstance(error, HoldfastError):
-            log.debug("rank %d failed in phase %s", ranks.rank, phase, exc_info=error)
+            events.log.debug("rank %d failed in phase %s", ranks.rank, phase, exc_info=error)
         return failure_of(error, rank=ranks.number(ranks.rank), host=ranks.host, phase=phase)
 
     def _conclude(

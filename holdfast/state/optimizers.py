@@ -156,7 +156,10 @@ def _tensors_to_come(optimizer: Optimizer, group: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class _State:
-    """The state of one parameter, on its way into or out of the checkpoint. ``own_names``: of the parameter itself."""
+    """The state of one parameter, on its way into or out of the checkpoint. ``own_names``: of the parameter itself.
+
+    What ``into`` is to call later never refers to it: else the model stays in memory until Python's collector looks.
+    """
 
     path: str
     state: Any
@@ -190,16 +193,17 @@ class _State:
             return
         own = {str(key): key for key in present}
         if not keys and prefix in saved.containers:
-            self.into.handback.after.append(lambda: self.state.setdefault(self.parameter, {}))
+            self.into.handback.after.append(partial(self.state.setdefault, self.parameter, {}))
         for text in keys:
             name, key = names.child(prefix, text), own.get(text, text)
             if text in own and self._fits(saved, name, present[key]):
                 self._add(key, present[key])
             else:
-                self.into.handback.targets.append(self._whole(saved, name, partial(self._set, key)))
+                put = partial(_set, self.state, self.parameter, key)
+                self.into.handback.targets.append(self._whole(saved, name, put))
         for text, key in own.items():
             if text not in keys:
-                self.into.handback.clears[names.child(prefix, text)] = partial(self._clear, key)
+                self.into.handback.clears[names.child(prefix, text)] = partial(_clear, self.state, self.parameter, key)
 
     def _prefix(self, fqn: str) -> str:
         return names.join([*names.split(self.path), "state", fqn])
@@ -221,7 +225,7 @@ class _State:
             else:
                 trees.add_tree(name, value, self.into, self._add_nested, owned=True)
                 if self.saved is not None:
-                    self.into.handback.targets.append(Target(name, partial(self._set, key)))
+                    self.into.handback.targets.append(Target(name, partial(_set, self.state, self.parameter, key)))
 
     def _add_nested(self, name: str, tensor: torch.Tensor) -> None:
         self.into.add_stable(entries_beside(name, tensor, self.parameter, None, self.ranks))
@@ -241,24 +245,17 @@ class _State:
         The value has its saved shape. If that was the parameter's saved shape, it has to be the parameter's shape here.
         """
         dtype, shape = saved.tensors.get(name, ("", ()))
-        expects = {name: (dtype, tuple(self.parameter.shape))} if self._is_like_parameter(saved, shape) else {}
+        group, parameter = self.group, self.parameter
+        expects = {name: (dtype, tuple(parameter.shape))} if self._is_like_parameter(saved, shape) else {}
         maker = Maker(
-            saved, self.ranks, parameter_of=lambda name: self.parameter,
-            device_of=lambda name: device_of_number(name, self.group, self.parameter, shape),
+            saved, self.ranks, parameter_of=lambda name: parameter,
+            device_of=lambda name: device_of_number(name, group, parameter, shape),
         )  # fmt: skip
         return Target(name, put, maker, expects=expects)
 
     def _is_like_parameter(self, saved: Saved, shape: tuple[int, ...], part: int = 0) -> bool:
         """Whether state of this shape is as large as its parameter was: then it has to be as large as that is here."""
         return bool(shape and self.own_names) and saved.shape_of(self.own_names[part]) == shape
-
-    def _set(self, key: Any, value: Any) -> None:
-        self.state[self.parameter][key] = value
-
-    def _clear(self, key: Any) -> None:
-        self.state[self.parameter].pop(key, None)
-        if not self.state[self.parameter]:
-            self.state.pop(self.parameter)
 
     def _load_flat(self, parts: list[Any], saved: Saved, present: Any, listed: set[str]) -> None:
         """The state of a parameter of FSDP1, whose elements belong to several names or are a part of one."""
@@ -269,7 +266,8 @@ class _State:
                 by_key.setdefault(key_of(name, prefix), []).append((name, i, part.shape))
         if present and not by_key and all(part.fqn in listed for part in parts):
             for key in present:
-                self.into.handback.clears[names.child(self._prefix(parts[0].fqn), str(key))] = partial(self._clear, key)
+                clear = partial(_clear, self.state, self.parameter, key)
+                self.into.handback.clears[names.child(self._prefix(parts[0].fqn), str(key))] = clear
             return
         self.save()
         if present or (not is_flat_parameter(self.parameter) and not self.parameter.numel()):
@@ -279,7 +277,7 @@ class _State:
         for key, stored in by_key.items():
             value = self._flat_value(stored, saved)
             if isinstance(value, torch.Tensor):
-                self.into.handback.before.append(partial(self._set, key, value))
+                self.into.handback.before.append(partial(_set, self.state, self.parameter, key, value))
                 alike = value.shape == own_shape(self.parameter)
                 for part in parts:
                     name = names.child(self._prefix(part.fqn), key)
@@ -301,6 +299,16 @@ class _State:
                 device = device_of_number(name, self.group, self.parameter, shape)
                 return torch.zeros(shape, dtype=kind, device=device)
         return None
+
+
+def _set(state: Any, parameter: torch.Tensor, key: Any, value: Any) -> None:
+    state[parameter][key] = value
+
+
+def _clear(state: Any, parameter: torch.Tensor, key: Any) -> None:
+    state[parameter].pop(key, None)
+    if not state[parameter]:
+        state.pop(parameter)
 
 
 def _collect_shared(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -85,18 +85,19 @@ class Loading(Walk):
         super().__init__(ranks, state)
         self.saved = saved
         self.filling, self.filling_some = Filling(), Filling(keep=True)
+        self._on_mesh = cache(partial(_on_mesh, state, saved.has))
 
     def maker(self, **options: Any) -> Maker:
-        """A `Maker` for tensors that nothing in the state is like."""
-        return Maker(self.saved, self.ranks, on_mesh=lambda: self._on_mesh, **options)
+        """A `Maker` for tensors that nothing in the state is like. It never refers to the walk, which may hold it."""
+        return Maker(self.saved, self.ranks, on_mesh=self._on_mesh, **options)
 
-    @cached_property
-    def _on_mesh(self) -> DTensor | None:
-        """One of the DTensors of the state, if they all lie on one mesh."""
-        tensors = [t for _, module in self.owners for t in module.parameters()]
-        dtensors = [t for t in (*tensors, *(t for _, t in bare_tensors("", self.state))) if is_dtensor(t)]
-        same = dtensors and all(t.device_mesh == dtensors[0].device_mesh for t in dtensors)
-        return dtensors[0] if same else None
+
+def _on_mesh(state: Mapping[str, Any], saved: Callable[[str], bool]) -> DTensor | None:
+    """One of the DTensors of the state, if they all lie on one mesh."""
+    tensors = [t for _, module in modules_of("", state, saved) for t in module.parameters()]
+    dtensors = [t for t in (*tensors, *(t for _, t in bare_tensors("", state))) if is_dtensor(t)]
+    same = dtensors and all(t.device_mesh == dtensors[0].device_mesh for t in dtensors)
+    return dtensors[0] if same else None
 
 
 def modules_of(
