@@ -138,7 +138,7 @@ def _check_bytes(name: str, tensor: torch.Tensor) -> None:
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor is empty, meta or freed: its address is its offset into nothing."""
-    # Asked of every tensor of a save: the storage itself would answer, and takes three times as long.
+    # Asked of every tensor of a save: to ask the storage itself takes 1.4 times as long (measured).
     address = tensor.data_ptr()
     return address < LOWEST and address == tensor.storage_offset() * tensor.itemsize
 
