@@ -19,7 +19,7 @@ _SUMMARY = re.compile(r"^=*\s*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.MULTILINE
 _PART = re.compile(r"(\d+) ([a-z]+)")
 _ZOO = re.compile(r"^(?P<kind>\w+): (?P<kinds>\d+) kinds, (?P<rest>\d+ .*)$", re.MULTILINE)
 _SUITE = re.compile(r"^.+: (?P<good>\d+) of the (?P<all>\d+) that pass with torch", re.MULTILINE)
-_STATES = re.compile(r"^(?:\d+ [\w ]+(?:, |$))+$", re.MULTILINE)
+_STATES = re.compile(r"^(?:\d+ [\w -]+(?:, |$))+$", re.MULTILINE)
 BAD = ("failed", "error", "errors", "faults", "wrong", "violations", "bars missed")
 """Counts of a run that passed are 0 here."""
 

@@ -32,7 +32,7 @@ def test_of_a_fuzzer() -> None:
 
 
 def test_of_crash_states() -> None:
-    total = Counter({"built": 12, "distinct": 9, "saved to": 3, "faults": 0, "by ext4": 4})
+    total = Counter({"built": 12, "distinct": 9, "saved to": 3, "faults": 0, "by ext4-ordered": 4})
     text = f"operation calls\nsave over 3 12 9 3 none\n{', '.join(f'{n} {what}' for what, n in total.items())}\n"
     assert read("crash", text) == {"built": 12, "distinct": 9, "saved to": 3, "faults": 0}
 
