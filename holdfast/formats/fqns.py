@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from holdfast.errors import Damaged
 from holdfast.formats.stored import float_scalar
 from holdfast.storage.place import Place
 
@@ -42,16 +43,19 @@ def optimizer_state(saved: Mapping[Any, Any], where: Place, ids: Mapping[int, st
     """An optimizer's state dict as ours: ``state`` by FQN, ``param_groups`` with the FQNs as ``params``.
 
     Integer ids become names if ``ids`` or the groups' ``param_names`` say which, else stay integers (a live optimizer
-    knows its own). A step that is a number becomes the float32 scalar that torch's optimizers keep.
+    knows its own). A step that is a number becomes the float32 scalar that torch's optimizers keep. Raises Damaged if
+    a group's parameters are neither.
     """
     groups = [dict(group) for group in saved.get("param_groups", ())]
     known: dict[Any, str] = dict(ids or {})
+    members: list[Any] = []
     for group in groups:
-        names = group.pop("param_names", None)
-        if isinstance(names, (list, tuple)) and len(names) == len(group.get("params", ())):
-            known.update(zip(group["params"], names, strict=True))
+        params, names = _params(group, where), group.pop("param_names", None)
+        if isinstance(names, (list, tuple)) and len(names) == len(params) and all(isinstance(n, str) for n in names):
+            known.update(zip(params, names, strict=True))
+        members += params
     state = saved.get("state", {})
-    called = unwrapped([known.get(key, key) for key in [*state, *(p for g in groups for p in g.get("params", ()))]])
+    called = unwrapped([known.get(key, key) for key in [*state, *members]])
 
     def name(key: Any) -> Any:
         return called[known.get(key, key)]
@@ -64,6 +68,13 @@ def optimizer_state(saved: Mapping[Any, Any], where: Place, ids: Mapping[int, st
         "param_groups": groups,
         **{key: value for key, value in saved.items() if key not in ("state", "param_groups")},
     }
+
+
+def _params(group: Mapping[str, Any], where: Place) -> Sequence[Any]:
+    params = group.get("params", ())
+    if isinstance(params, (list, tuple)) and all(isinstance(param, (int, str)) for param in params):
+        return params
+    raise Damaged(f"{where}: `params` of a parameter group are no list of names or numbers: the file was altered")
 
 
 def _own_step(state: Any, where: Place) -> Any:

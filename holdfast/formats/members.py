@@ -58,7 +58,9 @@ def _seen(names: Iterable[str]) -> list[str]:
 
 
 def lies_in(path: Place, folder: Place) -> bool:
-    """Whether a path, links followed, is a folder or below it."""
+    """Whether a path, links followed, is a folder or below it. One with a zero byte is nowhere."""
+    if "\0" in str(path):
+        return False
     real, home = str(path.real()), str(folder.real())
     return real == home or real.startswith(home.rstrip("/") + "/")
 

@@ -78,8 +78,8 @@ class Stored:
 
 def _shape(shape: Iterable[Any], path: Place) -> tuple[int, ...]:
     sizes = tuple(shape)
-    if len(sizes) > MAX_AXES or not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in sizes):
-        short = [n if isinstance(n, int) and n.bit_length() < 100 else type(n).__name__ for n in sizes[:5]]
+    if len(sizes) > MAX_AXES or not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
+        short = [n if type(n) is int and n.bit_length() < 100 else type(n).__name__ for n in sizes[:5]]
         raise Damaged(f"{path}: {short} is no shape of a tensor: the file was altered")
     return sizes
 
@@ -135,7 +135,7 @@ def strided(
     """
     path = storage.source.path
     shape, strides, size = _shape(shape, path), _shape(strides, path), _itemsize(dtype, path)
-    if len(shape) != len(strides) or not isinstance(offset, int) or not 0 <= offset < 1 << 63:
+    if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset < 1 << 63:
         raise Damaged(f"{path}: a tensor of shape {shape} cannot have strides {strides}, or begins outside")
     if 0 in shape:
         return Stored(dtype, shape, ())

@@ -45,6 +45,7 @@ class Tally:
         if key not in self.faults:
             place = self.found / f"{self.target}-{len(self.faults):03d}"
             self.faults[key] = str(place)
+            shutil.rmtree(place, ignore_errors=True)  # of an earlier run
             for path, data in made.items():
                 (place / "ckpt" / path).parent.mkdir(parents=True, exist_ok=True)
                 (place / "ckpt" / path).write_bytes(data)
@@ -64,7 +65,7 @@ class Tally:
         self.found.mkdir(parents=True, exist_ok=True)
         (self.found / f"{self.target}.json").write_text(json.dumps(line) + "\n")
         if last:
-            print(json.dumps(line), flush=True)
+            print(json.dumps(line), *self.faults.values(), sep="\n", flush=True)
 
 
 def seeded(target: str, seconds: float, first: int, tally: Tally, folder: Path) -> None:
@@ -128,7 +129,7 @@ def guided(target: str, seconds: float, first: int, tally: Tally, folder: Path, 
             shutil.rmtree(folder, ignore_errors=True)
             import os
 
-            os._exit(0)
+            os._exit(1 if tally.faults else 0)
 
     def mutator(data: bytes, most: int, seed: int) -> bytes:
         if seed % 3:
@@ -175,6 +176,7 @@ def main() -> None:
             seeded(told.target, told.seconds, told.first, tally, Path(folder))
         else:
             guided(told.target, told.seconds, told.first, tally, Path(folder), atheris)
+    sys.exit(1 if tally.faults else 0)
 
 
 if __name__ == "__main__":

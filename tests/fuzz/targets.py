@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -127,7 +128,8 @@ def changed(target: str, sound: Tree, seed: int) -> Tree:
     """``sound`` with something wrong in it: a function of the seed alone."""
     rng = Random(seed)
     if target in NATIVE and rng.random() < 0.9:
-        return _NATIVE_CHANGES[target](dict(sound), rng)
+        with suppress(ValueError, RecursionError):  # a former change left what is not JSON, or is nested too deep
+            return _NATIVE_CHANGES[target](dict(sound), rng)
     paths = sorted(sound, key=lambda path: (_weight(path), path))
     told = [path for path in paths if _weight(path) == 0]
     path = rng.choice(told) if told and rng.random() < 0.6 else rng.choice(paths)
