@@ -65,7 +65,7 @@ def partitioned(
     """
     first = optims[0]
     shapes = [proper(group, where) for group in shapes]
-    base = [optim.get("base_optimizer_state", optim.get("optimizer_state_dict")) for optim in optims]
+    base = [_base_of(optim, where) for optim in optims]
     hyper = _param_groups(base[0], first)
     if "single_partition_of_fp32_groups" in first:
         flats = _stage_1_2(optims, base, shapes, where)
@@ -100,6 +100,23 @@ def partitioned(
     return Partitioned(masters, states, [{**g, "params": n} for g, n in zip(groups, named, strict=True)], wrapper)
 
 
+def _base_of(optim: Mapping[str, Any], where: Place) -> Any:
+    """The state of the optimizer that ZeRO wraps: a state dict, or in elastic checkpoints the states of its groups."""
+    base = optim.get("base_optimizer_state", optim.get("optimizer_state_dict"))
+    whole = base if isinstance(base, Mapping) else {}
+    groups, states = whole.get("param_groups", ()), whole.get("state", {})
+    each = base if isinstance(base, list) else states.values() if isinstance(states, Mapping) else [states]
+    if (
+        not isinstance(base, (list, Mapping))
+        or not isinstance(groups, (list, tuple))
+        or not all(isinstance(one, Mapping) for one in (*groups, *each))
+        or not all(isinstance(group.get("params", ()), (list, tuple)) for group in groups)
+        or not all(isinstance(id_, (int, str)) for group in groups for id_ in group.get("params", ()))
+    ):
+        raise Damaged(f"{where}: what a rank's file holds of the optimizer is no state of one: it was altered")
+    return base
+
+
 def _param_groups(base: Any, optim: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The hyperparameters of each group; none in elastic checkpoints, which keep a list of states."""
     groups = optim.get("param_groups") if isinstance(base, list) else base.get("param_groups")
@@ -129,16 +146,19 @@ def _stage_1_2(
         gaps = (optims[0].get("param_alignment_paddings") or [None] * len(shapes))[g] or [0] * len(group)
         if len(gaps) != len(group) or any(type(n) is not int or n < 0 for n in (*gaps, *paddings)):
             raise Damaged(f"{where}: group {g} has {len(group)} parameters, but its paddings are not those of as many")
-        ids = [[None] if isinstance(b, list) else b["param_groups"][g]["params"] for b in base]
-        states = [
-            b[g] if isinstance(b, list) else _state_of(b, next(iter(i), None)) for b, i in zip(base, ids, strict=True)
-        ]
+        if any(len(b if isinstance(b, list) else b.get("param_groups", ())) != len(shapes) for b in base):
+            raise Damaged(f"{where}: a rank's optimizer does not have the {len(shapes)} groups of the model's file")
+        states = [b[g] if isinstance(b, list) else _state_of(b, _first_of(b["param_groups"][g])) for b in base]
         # States are padded as the masters were before they were saved. Only the first rank's padding is reliable:
         # older versions take the padding of all ranks for the last one's.
         fits = [(master.shape[0], masters[0].shape[0] + paddings[0]) for master in masters]
         cutter = partial(cut_vector, group, gaps, f"{where}: group {g}")
         flats.append(_Flat(list(group), g, masters, states, fits, cutter))
     return flats
+
+
+def _first_of(group: Mapping[str, Any]) -> Any:
+    return next(iter(group.get("params", ())), None)
 
 
 def _state_of(base: Mapping[str, Any], key: Any) -> Mapping[str, Any]:
@@ -153,8 +173,8 @@ def _stage_3(
     """ZeRO 3: every parameter is cut evenly among the ranks, and a rank's pieces follow each other."""
     if any(optim.get("ds_zero_partition_groups") for optim in optims):
         raise Unsupported(f"{where}: its experts are partitioned over other ranks than the rest (AutoEP), {_UNIVERSAL}")
-    owner = [(id_, g) for g, group in enumerate(hyper) for id_ in group["params"]]
-    if len(owner) != len(shapes):
+    owner = [(id_, g) for g, group in enumerate(hyper) for id_ in group.get("params", ())]
+    if len(owner) != len(shapes) or not all(isinstance(b, Mapping) for b in base):
         raise Damaged(f"{where}: its optimizer has {len(owner)} flat groups, its model's files {len(shapes)}")
     flats = []
     for k, (group, (id_, g)) in enumerate(zip(shapes, owner, strict=True)):
