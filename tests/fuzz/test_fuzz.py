@@ -21,7 +21,8 @@ FEW, MANY = 60, 1500
 
 FOUND = {
     "manifest": (6, 318, 205586), "values": (18328,), "datafile": (19, 56, 65), "part": (13, 53, 107, 111, 1245),
-    "megatron": (339,), "dcp": (744, 13836), "full": (342, 13994, 41819), "deepspeed": (8172,),
+    "megatron": (339,), "dcp": (744, 13836), "full": (342, 13994, 41819),
+    "deepspeed": (8172, 19198, 22614, 22726, 23283, 23580, 29644),
 }  # fmt: skip
 """Seeds that led to a fault once, by target."""
 

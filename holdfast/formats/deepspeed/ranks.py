@@ -8,9 +8,9 @@ from typing import Any
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.formats.assemble import ForeignState
+from holdfast.formats.deepspeed.fields import load_model, load_optimizer
 from holdfast.formats.deepspeed.slice import Slice, join_slices, slice_of
 from holdfast.formats.fqns import optimizer_state, unwrapped
-from holdfast.formats.machine.torch_files import load_file
 from holdfast.formats.machine.untrusted import damaged_as
 from holdfast.formats.members import prove_all
 from holdfast.formats.sharded import join_ranks
@@ -40,8 +40,8 @@ def read_ranks(files: Mapping[str, Stretch], where: Place, reading: str = "") ->
         slices = []
         world_size = 0
         for mp, by_rank in sorted(models.items()):
-            loaded = [load(stretch, "module") for _, stretch in sorted(by_rank.items())]
-            states = [load(stretch, "optimizer_state_dict") for _, stretch in sorted(optims.get(mp, {}).items())]
+            loaded = [load_model(stretch) for _, stretch in sorted(by_rank.items())]
+            states = [load_optimizer(stretch) for _, stretch in sorted(optims.get(mp, {}).items())]
             _check_ranks(loaded, states, where)
             shared = shared or dict(loaded[0].get("shared_params") or {})  # only rank 0 has them
             slices.append(slice_of(mp, loaded, states, shared, where))
@@ -49,14 +49,6 @@ def read_ranks(files: Mapping[str, Stretch], where: Place, reading: str = "") ->
         whole = join_slices(slices, layers, where)
         version = slices[0].others[0].get("ds_version")
         return checkpoint_of(whole, world_size, where, reading, version)
-
-
-def load(stretch: Stretch, key: str) -> Mapping[str, Any]:
-    """The dict in a file, which has to have ``key``."""
-    content = load_file(stretch)
-    if not isinstance(content, dict) or key not in content:
-        raise Damaged(f"{stretch.source.path} is no file of DeepSpeed: it holds no {key}")
-    return content
 
 
 def sorted_files(files: Mapping[str, Stretch], where: Place) -> tuple[ByRank, ByRank, ByRank]:

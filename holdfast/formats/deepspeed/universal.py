@@ -10,7 +10,8 @@ from holdfast.errors import Damaged, Unsupported
 from holdfast.formats import members
 from holdfast.formats.alike import alike
 from holdfast.formats.assemble import ForeignState
-from holdfast.formats.deepspeed.ranks import checkpoint_of, load, sorted_files
+from holdfast.formats.deepspeed.fields import load_common, load_model
+from holdfast.formats.deepspeed.ranks import checkpoint_of, sorted_files
 from holdfast.formats.deepspeed.slice import Slice, module_weights, others, weights
 from holdfast.formats.deepspeed.zero import GEOMETRY, Partitioned, Shapes, proper, saved_order, spread
 from holdfast.formats.machine.torch_files import load_path
@@ -34,9 +35,9 @@ def read_universal(folder: Place, files: Mapping[str, Stretch], reading: str = "
     """The universal checkpoint in ``folder``, whose own files are ``files``. Raises Damaged, Unsupported."""
     with damaged_as(f"{folder} is not as DeepSpeed writes it", unexpected=True):
         _, by_rank, _ = sorted_files(files, folder)
-        ranks = [[load(s, "module") for _, s in sorted(ranks.items())] for _, ranks in sorted(by_rank.items())]
+        ranks = [[load_model(s) for _, s in sorted(ranks.items())] for _, ranks in sorted(by_rank.items())]
         first = ranks[0][0]
-        common = load(all_of(file(folder / "zero" / _COMMON)), "param_groups")
+        common = load_common(all_of(file(folder / "zero" / _COMMON)))
         shapes = _all_shapes([models[0] for models in ranks], folder)
         masters, states = _parameters(folder, shapes, first.get("module") or {}, common)
         wrapper = {key: value for key, value in common.items() if key not in GEOMETRY}
@@ -118,16 +119,17 @@ def _add_steps(
     states: Mapping[str, dict[str, Any]], shapes: Sequence[Shapes], common: Mapping[str, Any], folder: Place
 ) -> None:
     """The step, where the parameters' folders do not have it."""
-    flat = common.get("optimizer_state_dict") or {}
-    ids = [id_ for group in common["param_groups"] for id_ in group["params"]]
+    inner = common.get("optimizer_state_dict")
+    flat = inner.get("state", {}) if isinstance(inner, Mapping) else {}
+    ids = [id_ for group in common["param_groups"] for id_ in group.get("params", ())]
     for k, group in enumerate(shapes):
         wanting = {name: states[name] for name in group if states[name] and "step" not in states[name]}
         if not wanting or k >= len(ids):
             continue
-        step = flat.get("state", {}).get(ids[k], {}).get("step")
+        step = flat.get(ids[k], {}).get("step")
         if step is None:
             settings: Mapping[str, Any] = next(
-                (group for group in common["param_groups"] if ids[k] in group["params"]), {}
+                (group for group in common["param_groups"] if ids[k] in group.get("params", ())), {}
             )
             step = settings.get("step", common.get("base_optimizer_state_step"))
         if step is not None:
@@ -143,9 +145,10 @@ def _groups(
     groups, at = [], 0
     for group in common["param_groups"]:
         names: list[str] = []
-        for flat in shapes[at : at + len(group["params"])]:
+        count = len(group.get("params", ()))
+        for flat in shapes[at : at + count]:
             names += saved_order(list(flat), ranks, model.get("ds_config"))
-        at += len(group["params"])
+        at += count
         groups.append({**group, "params": names})
     if at != len(shapes):
         raise Damaged(f"{folder}: its optimizer has {at} flat groups, its model's file {len(shapes)}")

@@ -65,7 +65,7 @@ def partitioned(
     """
     first = optims[0]
     shapes = [proper(group, where) for group in shapes]
-    base = [_base_of(optim, where) for optim in optims]
+    base = [optim.get("base_optimizer_state", optim.get("optimizer_state_dict")) for optim in optims]
     hyper = _param_groups(base[0], first)
     if "single_partition_of_fp32_groups" in first:
         flats = _stage_1_2(optims, base, shapes, where)
@@ -100,23 +100,6 @@ def partitioned(
     return Partitioned(masters, states, [{**g, "params": n} for g, n in zip(groups, named, strict=True)], wrapper)
 
 
-def _base_of(optim: Mapping[str, Any], where: Place) -> Any:
-    """The state of the optimizer that ZeRO wraps: a state dict, or in elastic checkpoints the states of its groups."""
-    base = optim.get("base_optimizer_state", optim.get("optimizer_state_dict"))
-    whole = base if isinstance(base, Mapping) else {}
-    groups, states = whole.get("param_groups", ()), whole.get("state", {})
-    each = base if isinstance(base, list) else states.values() if isinstance(states, Mapping) else [states]
-    if (
-        not isinstance(base, (list, Mapping))
-        or not isinstance(groups, (list, tuple))
-        or not all(isinstance(one, Mapping) for one in (*groups, *each))
-        or not all(isinstance(group.get("params", ()), (list, tuple)) for group in groups)
-        or not all(isinstance(id_, (int, str)) for group in groups for id_ in group.get("params", ()))
-    ):
-        raise Damaged(f"{where}: what a rank's file holds of the optimizer is no state of one: it was altered")
-    return base
-
-
 def _param_groups(base: Any, optim: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The hyperparameters of each group; none in elastic checkpoints, which keep a list of states."""
     groups = optim.get("param_groups") if isinstance(base, list) else base.get("param_groups")
@@ -141,17 +124,18 @@ def _stage_1_2(
     """ZeRO 1 and 2, and the BF16 optimizer: a group is one flat vector, cut evenly among the ranks."""
     flats = []
     for g, group in enumerate(shapes):
-        masters = [_vector(optim["single_partition_of_fp32_groups"], g, len(shapes), where) for optim in optims]
-        paddings = [(optim.get("group_paddings") or [0] * len(shapes))[g] for optim in optims]
-        gaps = (optims[0].get("param_alignment_paddings") or [None] * len(shapes))[g] or [0] * len(group)
-        if len(gaps) != len(group) or any(type(n) is not int or n < 0 for n in (*gaps, *paddings)):
+        masters = [_vector(optim.get("single_partition_of_fp32_groups"), g, len(shapes), where) for optim in optims]
+        paddings = optims[0].get("group_paddings") or [0] * len(shapes)
+        aligned = optims[0].get("param_alignment_paddings") or [None] * len(shapes)
+        gaps = (aligned[g] if g < len(aligned) else ()) or [0] * len(group)
+        if len(gaps) != len(group) or not len(paddings) == len(aligned) == len(shapes):
             raise Damaged(f"{where}: group {g} has {len(group)} parameters, but its paddings are not those of as many")
         if any(len(b if isinstance(b, list) else b.get("param_groups", ())) != len(shapes) for b in base):
             raise Damaged(f"{where}: a rank's optimizer does not have the {len(shapes)} groups of the model's file")
         states = [b[g] if isinstance(b, list) else _state_of(b, _first_of(b["param_groups"][g])) for b in base]
         # States are padded as the masters were before they were saved. Only the first rank's padding is reliable:
         # older versions take the padding of all ranks for the last one's.
-        fits = [(master.shape[0], masters[0].shape[0] + paddings[0]) for master in masters]
+        fits = [(master.shape[0], masters[0].shape[0] + paddings[g]) for master in masters]
         cutter = partial(cut_vector, group, gaps, f"{where}: group {g}")
         flats.append(_Flat(list(group), g, masters, states, fits, cutter))
     return flats
@@ -178,7 +162,7 @@ def _stage_3(
         raise Damaged(f"{where}: its optimizer has {len(owner)} flat groups, its model's files {len(shapes)}")
     flats = []
     for k, (group, (id_, g)) in enumerate(zip(shapes, owner, strict=True)):
-        masters = [_vector(optim["fp32_flat_groups"], k, len(shapes), where) for optim in optims]
+        masters = [_vector(optim.get("fp32_flat_groups"), k, len(shapes), where) for optim in optims]
         if any(map(prod, group.values())) and all(m.shape == (0,) for m in masters):
             raise Unsupported(
                 f"{where}: the masters of group {k} are not in the files: they were swapped to NVMe; {_UNIVERSAL}"
