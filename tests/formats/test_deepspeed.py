@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
+from holdfast.formats.deepspeed import fields
 from tests.formats import packed, truth
 from tests.formats.deepspeed_made import Run, half, run_of, universal, write, zero3, zero12
 from tests.formats.truth import same
@@ -396,6 +397,32 @@ def test_nonsense_in_an_optimizer_s_file(tmp_path: Path, key: str, value: Any) -
     files = zero12(run_of(SHAPES), 2)
     optims(files)[0][key] = value
     refused(tmp_path, files, Damaged)
+
+
+@pytest.mark.parametrize("key", fields._MODEL)
+def test_a_field_of_the_model_s_file_of_another_type(tmp_path: Path, key: str) -> None:
+    files = zero12(run_of(SHAPES), 2)
+    files["mp_rank_00_model_states.pt"][key] = "two"
+    refused(tmp_path, files, Damaged, f"mp_rank_00_model_states.pt: {key} is not as DeepSpeed writes it")
+
+
+@pytest.mark.parametrize("key", fields._OPTIMIZER)
+def test_a_field_of_an_optimizer_s_file_of_another_type(tmp_path: Path, key: str) -> None:
+    files = zero12(run_of(SHAPES), 2)
+    optims(files)[1][key] = "two"
+    refused(tmp_path, files, Damaged, f"zero_pp_rank_1_mp_rank_00_optim_states.pt: {key} is not as DeepSpeed writes it")
+
+
+def test_a_rank_without_the_states_of_a_group(tmp_path: Path) -> None:
+    files = zero12(run_of(SHAPES), 2)
+    optims(files)[1]["base_optimizer_state"]["param_groups"] = []
+    refused(tmp_path, files, Damaged, "not every rank has states and paddings of all 1 groups")
+
+
+def test_the_states_of_zero_3_as_a_list(tmp_path: Path) -> None:
+    files = zero3(run_of(SHAPES), 2)
+    optims(files)[1]["optimizer_state_dict"] = []
+    refused(tmp_path, files, Damaged, "ZeRO 3 never writes")
 
 
 def test_a_file_cut_off(tmp_path: Path) -> None:

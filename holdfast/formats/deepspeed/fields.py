@@ -1,4 +1,4 @@
-"""The files of DeepSpeed's ranks, loaded, and each field that a reader takes checked once.
+"""Loads the files of DeepSpeed's ranks, and checks the type of each field that the readers use.
 
 `ranks` and `universal` call it. Never compares one file with another.
 """
@@ -18,14 +18,14 @@ Fits = Callable[[Any], bool]
 
 
 def load_model(stretch: Stretch) -> Mapping[str, Any]:
-    """What a ``*_model_states.pt`` holds. Raises Damaged for what is no such file."""
+    """What a ``*_model_states.pt`` holds. Raises Damaged if a field is not as DeepSpeed writes it."""
     content = _load(stretch, "module")
     _check(content, _MODEL, stretch.source.path)
     return content
 
 
 def load_optimizer(stretch: Stretch) -> Mapping[str, Any]:
-    """What a ``*_optim_states.pt`` holds. Raises Damaged for what is no such file."""
+    """What a ``*_optim_states.pt`` holds. Raises Damaged if a field is not as DeepSpeed writes it."""
     content = _load(stretch, "optimizer_state_dict")
     state = content["optimizer_state_dict"]
     if not _is_fields(state) or state.get("base_optimizer_state", state.get("optimizer_state_dict")) is None:
@@ -35,7 +35,7 @@ def load_optimizer(stretch: Stretch) -> Mapping[str, Any]:
 
 
 def load_common(stretch: Stretch) -> Mapping[str, Any]:
-    """What a universal checkpoint's ``optimizer_state.pt`` holds. Raises Damaged for what is no such file."""
+    """What a universal checkpoint's ``optimizer_state.pt`` holds. Raises Damaged as `load_model` does."""
     content = _load(stretch, "param_groups")
     _check(content, _OPTIMIZER, stretch.source.path)
     return content
@@ -55,7 +55,7 @@ def _check(content: Mapping[str, Any], fields: Mapping[str, Fits], path: Place) 
 
 
 def _altered(path: Place, key: str) -> Damaged:
-    return Damaged(f"{path} is not as DeepSpeed writes it: {key} is of another kind; the file was altered")
+    return Damaged(f"{path}: {key} is not as DeepSpeed writes it: the file was altered; bring it back from a copy")
 
 
 def _is_count(value: Any) -> bool:
@@ -105,7 +105,9 @@ _MODEL: Mapping[str, Fits] = {
     "shared_params": lambda names: _is_dict(names, lambda name: isinstance(name, str)),
     "dp_world_size": _is_count,
     "mp_world_size": _is_count,
-    "checkpoint_parallel_dimensions": lambda degrees: _is_dict(degrees, lambda one: one is None or _is_count(one)),
+    "checkpoint_parallel_dimensions": lambda degrees: (
+        isinstance(degrees, Mapping) and _is_count(degrees.get("tp_degree") or 0)
+    ),
 }
 _OPTIMIZER: Mapping[str, Fits] = {
     "base_optimizer_state": _is_state,

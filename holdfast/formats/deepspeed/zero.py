@@ -122,16 +122,19 @@ def _stage_1_2(
     optims: Sequence[Mapping[str, Any]], base: Sequence[Any], shapes: Sequence[Shapes], where: Place
 ) -> list[_Flat]:
     """ZeRO 1 and 2, and the BF16 optimizer: a group is one flat vector, cut evenly among the ranks."""
+    paddings = optims[0].get("group_paddings") or [0] * len(shapes)
+    aligned = optims[0].get("param_alignment_paddings") or [None] * len(shapes)
+    groups = [b if isinstance(b, list) else b.get("param_groups", ()) for b in base]
+    if any(len(by_group) < len(shapes) for by_group in (paddings, aligned, *groups)):
+        raise Damaged(
+            f"{where}: not every rank has states and paddings of all {len(shapes)} groups of the model's file"
+        )
     flats = []
     for g, group in enumerate(shapes):
         masters = [_vector(optim.get("single_partition_of_fp32_groups"), g, len(shapes), where) for optim in optims]
-        paddings = optims[0].get("group_paddings") or [0] * len(shapes)
-        aligned = optims[0].get("param_alignment_paddings") or [None] * len(shapes)
-        gaps = (aligned[g] if g < len(aligned) else ()) or [0] * len(group)
-        if len(gaps) != len(group) or not len(paddings) == len(aligned) == len(shapes):
+        gaps = aligned[g] or [0] * len(group)
+        if len(gaps) != len(group):
             raise Damaged(f"{where}: group {g} has {len(group)} parameters, but its paddings are not those of as many")
-        if any(len(b if isinstance(b, list) else b.get("param_groups", ())) != len(shapes) for b in base):
-            raise Damaged(f"{where}: a rank's optimizer does not have the {len(shapes)} groups of the model's file")
         states = [b[g] if isinstance(b, list) else _state_of(b, _first_of(b["param_groups"][g])) for b in base]
         # States are padded as the masters were before they were saved. Only the first rank's padding is reliable:
         # older versions take the padding of all ranks for the last one's.
@@ -158,7 +161,9 @@ def _stage_3(
     if any(optim.get("ds_zero_partition_groups") for optim in optims):
         raise Unsupported(f"{where}: its experts are partitioned over other ranks than the rest (AutoEP), {_UNIVERSAL}")
     owner = [(id_, g) for g, group in enumerate(hyper) for id_ in group.get("params", ())]
-    if len(owner) != len(shapes) or not all(isinstance(b, Mapping) for b in base):
+    if not all(isinstance(b, Mapping) for b in base):
+        raise Damaged(f"{where}: a rank's optimizer has a list of states, which ZeRO 3 never writes: it was altered")
+    if len(owner) != len(shapes):
         raise Damaged(f"{where}: its optimizer has {len(owner)} flat groups, its model's files {len(shapes)}")
     flats = []
     for k, (group, (id_, g)) in enumerate(zip(shapes, owner, strict=True)):
