@@ -107,9 +107,22 @@ def _transpose(host: torch.Tensor, view: torch.Tensor) -> None:
     if view.t().is_contiguous():
         view.t().copy_(host.t())
         return
-    rows = max(SHORT, TRANSPOSED // (host.shape[1] * host.itemsize))
+    rows = min(len(host), max(SHORT, TRANSPOSED // (host.shape[1] * host.itemsize)))
+    memory = _part_memory(rows * host.shape[1] * host.itemsize).view(host.dtype)
     for at in range(0, len(host), rows):
-        view[at : at + rows].t().copy_(host[at : at + rows].t().contiguous())
+        part = host[at : at + rows].t()
+        view[at : at + rows].t().copy_(memory[: part.numel()].view(part.shape).copy_(part))
+
+
+_parts = threading.local()
+
+
+def _part_memory(nbytes: int) -> torch.Tensor:
+    """Memory of this thread, used again: of new memory for each part the allocator would keep tens of megabytes."""
+    memory: torch.Tensor | None = getattr(_parts, "memory", None)
+    if memory is None or memory.numel() < nbytes:
+        memory = _parts.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return memory[:nbytes]
 
 
 _forked = threading.Event()
