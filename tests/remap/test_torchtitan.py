@@ -13,7 +13,7 @@ from holdfast.remap import Remap, torchtitan
 from holdfast.remap import transformers as transformers_map
 from tests.remap.families import FAMILIES, hub_folder, model_of
 from tests.remap.reference_titan import Titan, from_hf
-from tests.remap.test_loads import moments, same, trained
+from tests.remap.test_loads import cached, moments, same, trained  # noqa: F401 (a fixture)
 
 pytest.importorskip("transformers", minversion="5.0")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -32,6 +32,7 @@ def with_bias(family: str, titan: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return {name: torch.zeros(4) for name in names} | titan
 
 
+@pytest.mark.usefixtures("cached")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back(family: str, tmp_path: Path) -> None:
     model, hub = model_of(family), hub_folder(family, tmp_path / "hub")
