@@ -38,6 +38,18 @@ def buffer(nbytes: int) -> Buffer:
     return Buffer(memory, memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
 
 
+_of_thread = threading.local()
+
+
+def thread_buffer(name: str, nbytes: int) -> Buffer:
+    """The memory of this thread by that name, ``nbytes`` or more: grown as needed, and used again until it ends."""
+    memory: Buffer | None = getattr(_of_thread, name, None)
+    if memory is None or len(memory.view) < nbytes:
+        memory = buffer(-(-nbytes // (2 << 20)) * (2 << 20))
+        setattr(_of_thread, name, memory)
+    return memory
+
+
 _POPULATE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 _STRETCH = 64 << 20
 _libc = ctypes.CDLL(None)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.buffers.device import streams_of
+from holdfast.buffers.memory import thread_buffer
 from holdfast.buffers.stage import HOST, as_integers, host_tensor
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, flat_boxes, intersect, relative, whole
@@ -108,21 +109,12 @@ def _transpose(host: torch.Tensor, view: torch.Tensor) -> None:
         view.t().copy_(host.t())
         return
     rows = min(len(host), max(SHORT, TRANSPOSED // (host.shape[1] * host.itemsize)))
-    memory = _part_memory(rows * host.shape[1] * host.itemsize).view(host.dtype)
+    nbytes = rows * host.shape[1] * host.itemsize
+    # The thread's own: of new memory for each part the allocator keeps tens of megabytes.
+    memory = host_tensor(thread_buffer("transposed", nbytes).address, nbytes).view(host.dtype)
     for at in range(0, len(host), rows):
         part = host[at : at + rows].t()
         view[at : at + rows].t().copy_(memory[: part.numel()].view(part.shape).copy_(part))
-
-
-_parts = threading.local()
-
-
-def _part_memory(nbytes: int) -> torch.Tensor:
-    """Memory of this thread, used again: of new memory for each part the allocator would keep tens of megabytes."""
-    memory: torch.Tensor | None = getattr(_parts, "memory", None)
-    if memory is None or memory.numel() < nbytes:
-        memory = _parts.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    return memory[:nbytes]
 
 
 _forked = threading.Event()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from holdfast.buffers.memory import Buffer, address_of, buffer, move
+from holdfast.buffers.memory import address_of, move, thread_buffer
 from holdfast.errors import Damaged
 from holdfast.read.ranges import GAP, SPAN
 from holdfast.storage.local import disk
@@ -121,18 +121,6 @@ def forget(place: StorePlace, begin: int, nbytes: int) -> None:
         place.store.forget(place.key, begin, begin + nbytes)
 
 
-_buffers = threading.local()
-
-
-def _buffer(name: str, nbytes: int) -> Buffer:
-    """Memory of this thread, grown as needed and used again."""
-    memory: Buffer | None = getattr(_buffers, name, None)
-    if memory is None or len(memory.view) < nbytes:
-        memory = buffer(-(-nbytes // (2 << 20)) * (2 << 20))
-        setattr(_buffers, name, memory)
-    return memory
-
-
 @dataclass(frozen=True)
 class _OpenFile:
     """A local file: pages that are cached from there, cold ones directly."""
@@ -151,7 +139,7 @@ class _OpenFile:
     def fetch(self, begin: int, nbytes: int, *, cached: bool | None = None) -> Fetched:
         skip = begin % SECTOR
         room = -(-(skip + nbytes) // SECTOR) * SECTOR
-        gathered, at = _buffer("gather", room), 0
+        gathered, at = thread_buffer("gather", room), 0
         view, address = gathered.view[skip : skip + nbytes], gathered.address + skip
         if self.direct is not None and not (self.is_cached(begin, nbytes) if cached is None else cached):
             with naming(self.path, "read"):  # whole sectors, so that the disk fills this memory and no other
@@ -166,7 +154,7 @@ class _OpenFile:
         return Fetched(view, address, gathered)
 
     def parts(self, begin: int, nbytes: int) -> Iterator[memoryview]:
-        memory = _buffer("gather", STRIDE).view[:STRIDE]
+        memory = thread_buffer("gather", STRIDE).view[:STRIDE]
         with naming(self.path, "read"):
             for at in range(0, nbytes, STRIDE):
                 part = memory if nbytes - at >= STRIDE else memory[: nbytes - at]
@@ -196,7 +184,7 @@ class _OpenFile:
             while at < total and direct is not None:
                 low = (begin + at) // SECTOR * SECTOR
                 high = -(-min(begin + total, low + SPAN) // SECTOR) * SECTOR
-                bounce = _buffer("bounce", high - low)
+                bounce = thread_buffer("bounce", high - low)
                 got = disk.read(direct, bounce.view[: high - low], low, self.path)
                 skip = begin + at - low
                 useful = min(got - skip, total - at)

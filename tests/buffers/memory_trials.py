@@ -25,6 +25,9 @@ from tests.ondisk.test_format import thread_save
 ROWS, COLUMNS, TENSORS = 2048, 8192, 4
 """256 MiB of float32; the largest tensor, 64 MiB, is larger than a window should be."""
 
+LARGER = 24
+"""Tensors of a larger state, 1.5 GiB."""
+
 
 def figure(name: str) -> int:
     """Bytes, as the kernel counts them: VmHWM is the peak, RssAnon what is no file's."""
@@ -37,8 +40,8 @@ def saved(row: int, columns: slice = slice(0, COLUMNS)) -> torch.Tensor:
     return (torch.arange(COLUMNS)[columns] % 251 + row % 7).float()
 
 
-def tensors(make: Callable[[], Any]) -> dict[str, Any]:
-    return {f"w{i}": make() for i in range(TENSORS)}
+def tensors(make: Callable[[], Any], count: int = TENSORS) -> dict[str, Any]:
+    return {f"w{i}": make() for i in range(count)}
 
 
 def full(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -78,8 +81,8 @@ def in_a_fork(case: Callable[[], dict[str, int]]) -> dict[str, Any]:
     return dict(json.loads(text)) if text else {"failed": f"ended without a word, with status {status}"}
 
 
-def load(where: Any, kind: str, verify: Any, **options: Any) -> dict[str, int]:
-    state = {"model": tensors(LOADS[kind])}
+def load(where: Any, kind: str, verify: Any, count: int = TENSORS, **options: Any) -> dict[str, int]:
+    state = {"model": tensors(LOADS[kind], count)}
     peak = figure("VmHWM")
     loaded = holdfast.load(where, state, cast="cast" in kind, verify=verify, **options)
     above = figure("VmHWM") - peak
@@ -147,6 +150,9 @@ def main(folder: Path) -> None:
     holdfast.convert(folder / "small", folder / "small.pt", to="torch")
     torch.save(model, folder / "c.pt")
     store = StorePlace(Local(folder), "c")
+    larger = {"model": {f"w{i}": model["model"][f"w{i % TENSORS}"].clone() for i in range(LARGER)}}
+    holdfast.save(larger, folder / "larger")
+    del larger
     thread_save(2, partial(half, model["model"]), LocalPlace(folder / "cells"))
     del model
     cases: dict[str, Callable[[], dict[str, int]]] = {}
@@ -159,6 +165,7 @@ def main(folder: Path) -> None:
         cases[f"load {kind} torch"] = partial(load, folder / "c.pt", kind, True)
     cases["cached load"] = partial(load, store, "plain", True, cache=folder / "cache")
     cases["cached load again"] = partial(load, store, "plain", True, cache=folder / "cache")
+    cases["larger load store"] = partial(load, StorePlace(Local(folder), "larger"), "plain", True, count=LARGER)
     cases["load plain resharded"] = partial(load, folder / "cells", "plain", "blocks")
     cases["load columns cast resharded"] = partial(load, folder / "cells", "columns cast", "blocks")
     cases["open"] = partial(opened, folder / "c")

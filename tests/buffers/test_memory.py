@@ -44,6 +44,11 @@ def test_a_load_takes_a_window(figures: dict[str, dict[str, int]], kind: str) ->
     assert all(above < STORE for above in mine.values()), mine
 
 
+def test_of_a_larger_state_a_load_from_a_store_takes_little_more(figures: dict[str, dict[str, int]]) -> None:
+    """The allocator keeps more of the answers before, in the memory of each thread."""
+    assert figures["larger load store"]["above"] < 2 * STORE
+
+
 def test_a_resharded_load_reads_each_block_once(figures: dict[str, dict[str, int]]) -> None:
     for case, found in figures.items():
         if case.startswith("load") and case.endswith(("resharded", "blocks")):

@@ -12,7 +12,6 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import Mismatch
-from holdfast.read import source
 from holdfast.remap import Drop, Pad, Remap, Rename
 from tests.remap.models import HUB_TO_NATIVE, Hub, Native, translated
 
@@ -60,12 +59,6 @@ def test_a_folder_is_read_as_the_other_layout(hub: tuple[Hub, Path]) -> None:
     for mmap in (False, True):
         assert same(checkpoint.state_dict("model", mmap=mmap)["model"], native)
     assert checkpoint.verify().nbytes == sum(t.nbytes for t in model.state_dict().values())
-
-
-@pytest.fixture
-def cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are read as cached ones: from a disk whole sectors come, and whether a page is cached is the kernel's."""
-    monkeypatch.setattr(source, "is_cached", lambda *_: True)
 
 
 @pytest.mark.usefixtures("cached")

@@ -13,7 +13,7 @@ from holdfast.remap import Remap, torchtitan
 from holdfast.remap import transformers as transformers_map
 from tests.remap.families import FAMILIES, hub_folder, model_of
 from tests.remap.reference_titan import Titan, from_hf
-from tests.remap.test_loads import cached, moments, same, trained  # noqa: F401 (a fixture)
+from tests.remap.test_loads import moments, same, trained
 
 pytest.importorskip("transformers", minversion="5.0")
 safetensors = pytest.importorskip("safetensors.torch")
