@@ -25,6 +25,9 @@ a string that is dropped as the file is unpickled."""
 ASIDE = "manifest.json.damaged"
 """What `rescue` keeps a damaged manifest as: it stays as long as the checkpoint does."""
 
+DELETED = ".manifest.deleted.tmp"
+"""What the manifest of a checkpoint on disk is called while its other files are deleted. By it a sweep tells a deletion
+that was interrupted from a checkpoint that has lost its manifest."""
 
 TAKEN = "already holds a committed checkpoint"
 
@@ -154,6 +157,8 @@ def delete_checkpoints(
 ) -> None:
     """Delete the checkpoints of these ``names``: their manifests first, so that none is one from that moment on.
 
+    On disk a manifest is called `DELETED` until the rest is gone.
+
     Then what they have held and what they have reused elsewhere (``loose``), but for what is ``reused`` by the others,
     which are all that stay. It goes once the last of those goes. Empty folders go too, but for those to ``spare``.
     Of a checkpoint that is a symbolic link the link goes: somebody else may use what it leads to.
@@ -161,7 +166,7 @@ def delete_checkpoints(
     links = [name for name in names if (root / name).is_symlink()]
     storage.delete(*(root / name for name in links))
     names = [name for name in names if name not in links]
-    storage.delete(*(root / name / manifest.FILE_NAME for name in names))
+    storage.set_aside((root / name / manifest.FILE_NAME for name in names), DELETED)
     for name in names:
         try:
             (root / name).sync_folder()
@@ -189,7 +194,9 @@ def sweep_dead(
     path: Place, reused: Callable[[Place], Collection[str]] = reused_in,
     spares: Callable[[Sequence[str]], bool] = lambda going: False,
 ) -> bool:  # fmt: skip
-    """Delete what a save that never committed left in ``path``; False if a living save may write there.
+    """Delete what is left in ``path`` of a save that never committed, or of a checkpoint that was being deleted.
+
+    False if a living save may write there.
 
     What is ``reused`` stays: `reused_in` unless the caller knows it cheaper; and all of it if the caller ``spares`` the
     files that would go.
@@ -205,7 +212,8 @@ def sweep_dead(
     if going and spares(going):
         return True
     if going:
-        log.info("sweeping %s: a save that never committed", path)
+        what = "a checkpoint that was being deleted" if DELETED in going else "a save that never committed"
+        log.info("sweeping %s: %s", path, what)
     _delete_ours(path, present, kept)  # what came since is of a living save
     return True
 
@@ -231,7 +239,9 @@ def sweep_beside(path: Place, record: Manifest, reused: Callable[[Place], Collec
 
 def _delete_ours(path: Place, present: Iterable[str], kept: Collection[str]) -> None:
     ours = [f for f in present if is_orphan(f) or goes_along(path, f)]
-    storage.delete(*(path / f for f in ours if f not in kept))
+    storage.delete(*(path / f for f in ours if f not in kept and f != DELETED))
+    if DELETED in ours:
+        storage.delete(path / DELETED)  # as the last one: if this is interrupted, the next sweep knows
     path.delete_empty_folders()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from holdfast.commit.folder import DELETED
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, Unsupported
 from holdfast.ondisk import datafile, part
 from holdfast.repair.rescue import rescuable
@@ -29,8 +30,11 @@ class Lost:
 
 
 def data_files_in(going: Collection[str]) -> list[str]:
-    """The data files among what would go of a folder; none if a save was under way there, as its parts tell."""
-    if any(part.save_of(file) for file in going):
+    """The data files among what would go of a folder that may have lost its manifest.
+
+    None if a save was under way there, as its parts tell, or if the checkpoint was being deleted.
+    """
+    if DELETED in going or any(part.save_of(file) for file in going):
         return []
     return [file for file in going if datafile.save_of(file) is not None]
 

@@ -229,9 +229,9 @@ class KeptSteps(Steps):
     def _is_left_alone(self, path: Place, going: Collection[str], keep: Keep | None) -> bool:
         """Whether a folder without a manifest is a step that was committed once and that the rules still keep.
 
-        The journal knows what was committed; without one nothing is left alone. What the rules do not keep goes: a
-        retirement may have died between the manifest and the data. In a store deleting the manifest is how steps are
-        deleted by hand: there the data goes too, but not in silence.
+        The journal knows what was committed; without one nothing is left alone. What the rules do not keep goes, and so
+        does a step that was being deleted. In a store deleting the manifest is how steps are deleted by hand: there the
+        data goes too, but not in silence.
         """
         data = data_files_in(going)
         if not data:

@@ -6,9 +6,11 @@ Whatever reads, deletes, copies or uploads files of a checkpoint calls it. Never
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from holdfast.errors import Damaged, StorageError
 from holdfast.storage.local.local import Local
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
@@ -42,6 +44,20 @@ def delete(*paths: Place) -> None:
             failed = failed or error
     if failed is not None:
         raise failed
+
+
+def set_aside(paths: Iterable[Place], name: str) -> None:
+    """Call files ``name`` in their folders, those that are there; in a store, which cannot, delete them.
+
+    Raises StorageError.
+    """
+    elsewhere: list[Place] = []
+    for path in paths:
+        if isinstance(path, LocalPlace):
+            path.set_aside(name)
+        else:
+            elsewhere.append(path)
+    delete(*elsewhere)
 
 
 class LinkCheck:

@@ -43,8 +43,6 @@ ALONE = {
     "is code": troubles.a_function_in_the_state,
     "cannot reserve": troubles.a_full_disk,
     "changed while": troubles.changed_while_copied,
-    "is closed; make": troubles.closed,
-    "exists; choose": troubles.target_exists,
     "needs obstore": troubles.no_client,
 }
 ON_TWO_RANKS = {

@@ -97,12 +97,6 @@ def changed_while_copied() -> None:
         saver.save(state, "run/step-1").wait()
 
 
-def closed() -> None:
-    saver = holdfast.Saver(worker="thread")
-    saver.close()
-    saver.save(small(), "run/step-1")
-
-
 def left_over() -> None:
     state = small()
     holdfast.save(state, "run/step-1")
@@ -160,13 +154,6 @@ def not_signed() -> None:
     holdfast.tools.signing.generate("maker.pem")
     holdfast.save(small(), "run/step-1")
     holdfast.load("run/step-1", small(), require="maker.pem.pub")
-
-
-def target_exists() -> None:
-    holdfast.save(small(), "run/step-1")
-    Path("mine").mkdir()
-    Path("mine/notes.txt").write_text("keep")
-    holdfast.convert("run/step-1", "mine", to="huggingface")
 
 
 def no_client() -> None:

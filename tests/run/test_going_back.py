@@ -15,7 +15,7 @@ import torch
 import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast.doctor.checkpoints import diagnose
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
 from holdfast.inspect.history import Past
 from holdfast.inspect.runs import runs_in
 from holdfast.inspect.standing import standing
@@ -28,6 +28,7 @@ from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.uploads import Upload
 from holdfast.storage.urls import location
+from holdfast.testing import faults
 from tests import pool
 
 
@@ -396,6 +397,25 @@ def test_a_step_that_lost_its_manifest_stays_as_long_as_the_rules_keep_it(
         assert len(warned) == 1 and f"holdfast rescue {folder} --like" in warned[0].getMessage()
         train(manager, 400, 500)
         assert manager.steps() == [400, 500] and not folder.files_below()
+
+
+@pytest.mark.parametrize("nth", range(1, 4))
+def test_a_step_whose_deletion_was_interrupted_goes_though_new_rules_keep_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, nth: int
+) -> None:
+    """A run that goes on with ``Keep(last=2)`` once left such a step alone, and said that it had lost its manifest."""
+    with run(tmp_path) as manager:
+        train(manager, 100, 200)
+    folder = tmp_path / "step-100"
+    with faults("delete", nth=nth, times=0, under=folder) as interrupted, pytest.raises(StorageError):
+        prune(tmp_path, Keep(last=1), dry_run=False)
+    assert interrupted.hits and folder.exists() and not (folder / "manifest.json").exists()
+    caplog.set_level(logging.INFO, "holdfast")
+    with run(tmp_path, keep=Keep(last=2)) as manager:
+        loaded = manager.restore(state_at(0))
+    assert loaded is not None and loaded.step == 200 and not folder.exists()
+    said = [record.getMessage() for record in caplog.records if str(folder) in record.getMessage()]
+    assert said == [f"sweeping {folder}: a checkpoint that was being deleted"]
 
 
 def test_training_saves_a_step_again_that_lost_its_manifest(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What lies near in a folder: found without a walk through all that is there."""
+"""What lies near in a folder, found without a walk through all that is there; files that are set aside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import StorageError
+from holdfast.errors import StorageError
+from holdfast.storage import storage
+from holdfast.storage.memory import Memory
+from holdfast.storage.store_place import StorePlace
+from holdfast.storage.urls import location
+from holdfast.testing import faults
 from tests.rights import refused
 
 
@@ -38,3 +43,26 @@ def test_what_cannot_be_listed_is_named(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="cannot list .*/a: "):
             (tmp_path / "a").files_near(levels=2)
     (tmp_path / "a").chmod(0o700)
+
+
+def test_files_are_set_aside_on_disk_and_deleted_in_a_store(tmp_path: Path) -> None:
+    made(tmp_path, "a/x", "b/y")
+    stored = StorePlace(Memory(), "run")
+    (stored / "x").write_small(b"1")
+    storage.set_aside([location(tmp_path) / "a/x", location(tmp_path) / "a/none", stored / "x"], "aside")
+    assert location(tmp_path).files_below() == ["a/aside", "b/y"] and not stored.files_below()
+
+
+@pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT"])
+def test_a_disk_too_full_for_another_name_loses_the_file(tmp_path: Path, error: str) -> None:
+    made(tmp_path, "a/x")
+    with faults("replace", error=error):
+        storage.set_aside([location(tmp_path) / "a/x"], "aside")
+    assert not location(tmp_path).files_below()
+
+
+def test_a_file_that_cannot_be_set_aside_is_named(tmp_path: Path) -> None:
+    made(tmp_path, "a/x")
+    with faults("replace", error="EIO"), pytest.raises(StorageError, match="cannot rename .*/a/x: "):
+        storage.set_aside([location(tmp_path) / "a/x"], "aside")
+    assert (tmp_path / "a/x").exists()

@@ -153,6 +153,16 @@ class LocalPlace(PosixPath, Place):
         with suppress(FileNotFoundError):
             disk.delete(self)
 
+    def set_aside(self, name: str) -> None:
+        """Call the file ``name``, if it is there; delete it if the disk is too full for another name."""
+        with naming(self, "rename"), suppress(FileNotFoundError):
+            try:
+                disk.replace(self, self.with_name(name))
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self._delete()
+
     # What lies below
 
     def file_names(self) -> list[str]:
