@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.programs import run_module
+from tests.soak import loop
 from tests.soak.mutants import MUTANTS
 from tests.soak.plan import begins, episode_of, first_of
 from tests.soak.report import table
+from tests.soak.world import Violation
 
 FOUND_WITHIN = 60
 """Episodes in which each mutant has to be found."""
@@ -52,6 +54,17 @@ def test_a_broken_library_is_found(mutant: str, tmp_path: Path) -> None:
     assert "violation" in told, told
     assert told["replay"] == f"python -m tests.soak --replay 5:{told['episode']}"
     assert Path(told["folder"]).is_dir(), "the folder of the failed run is gone"
+
+
+def test_memory_that_this_process_loses_is_found_and_freed_memory_is_not(tmp_path: Path) -> None:
+    soak = loop.Soak(tmp_path, 1)
+    soak.counts["episodes"] = loop.WARM
+    soak._check_self()
+    blocks = [bytes(4000) for _ in range(2 * loop.GROWTH // 4000)]
+    with pytest.raises(Violation, match=r"took \d+ bytes, now \d+"):
+        soak._check_self()
+    del blocks[::2], blocks[: len(blocks) * 3 // 4]
+    soak._check_self()
 
 
 def test_a_plan_follows_from_its_seed_alone() -> None:
