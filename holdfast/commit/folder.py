@@ -157,7 +157,7 @@ def delete_checkpoints(
 ) -> None:
     """Delete the checkpoints of these ``names``: their manifests first, so that none is one from that moment on.
 
-    On disk a manifest is called `DELETED` until the rest is gone.
+    On a disk a manifest is renamed to `DELETED`, and deleted when the other files are gone.
 
     Then what they have held and what they have reused elsewhere (``loose``), but for what is ``reused`` by the others,
     which are all that stay. It goes once the last of those goes. Empty folders go too, but for those to ``spare``.

@@ -47,9 +47,9 @@ def delete(*paths: Place) -> None:
 
 
 def set_aside(paths: Iterable[Place], name: str) -> None:
-    """Call files ``name`` in their folders, those that are there; in a store, which cannot, delete them.
+    """Rename files to ``name``, each in its own folder. A store cannot rename: there they are deleted.
 
-    Raises StorageError.
+    Files that are not there are passed over. Raises StorageError.
     """
     elsewhere: list[Place] = []
     for path in paths:

@@ -154,7 +154,7 @@ class LocalPlace(PosixPath, Place):
             disk.delete(self)
 
     def set_aside(self, name: str) -> None:
-        """Call the file ``name``, if it is there; delete it if the disk is too full for another name."""
+        """Rename the file to ``name`` in its folder, if it is there. A disk too full for another name deletes it."""
         with naming(self, "rename"), suppress(FileNotFoundError):
             try:
                 disk.replace(self, self.with_name(name))
