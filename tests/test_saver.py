@@ -557,7 +557,43 @@ def test_callbacks_hear_of_every_outcome(tmp_path: Path) -> None:
     assert heard == [("c", True), ("c", True), ("c", False)]
 
 
+def test_callbacks_are_let_go_once_called(tmp_path: Path) -> None:
+    heard: list[Path] = []
+    callback = functools.partial(lambda paths, saving: paths.append(saving.path), heard)
+    kept = weakref.ref(callback)
+    with holdfast.Saver(worker="thread") as saver:
+        with gated():
+            saving = saver.save(_state(1), tmp_path / "c")
+            saving.add_done_callback(callback)
+            del callback
+            assert kept() is not None
+        saving.wait()
+    assert heard == [saving.path]
+    assert kept() is None
+
+
 # The end
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_saves_and_loads_leave_nothing_for_the_garbage_collector(tmp_path: Path, worker: Any) -> None:
+    # Loops of many ranks turn it off, so that all collect at the same step.
+    model = nn.Sequential(nn.Linear(7, 1001), nn.Linear(1001, 33))
+    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    unreachable = []
+    with holdfast.CheckpointManager(tmp_path, every=1, signals=(), worker=worker) as manager:
+        for step in range(1, 5):
+            gc.collect()
+            gc.disable()
+            try:
+                # Loads scatter it, each through memory of another length.
+                state["grows"] = torch.ones(step * 100_001, 3)[:, :2]
+                manager.save(step, state)
+                manager.restore(state)
+                unreachable.append(gc.collect())
+            finally:
+                gc.enable()
+    assert unreachable[-2:] == [0, 0]  # before that, modules are imported
 
 
 def test_close_waits_and_can_be_repeated(tmp_path: Path) -> None:

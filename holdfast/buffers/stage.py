@@ -90,14 +90,22 @@ def copy_bytes(tensor: torch.Tensor, start: int, nbytes: int, address: int) -> N
     host_tensor(address, nbytes).copy_(flat)
 
 
+_WRITABLE = 0x200  # PyBUF_WRITE
+_memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+
+
 def host_tensor(address: int, nbytes: int) -> torch.Tensor:
     """Host memory at ``address`` as a uint8 tensor; the caller keeps the memory alive."""
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+    return torch.frombuffer(host_view(address, nbytes), dtype=torch.uint8)
 
 
 def host_view(address: int, nbytes: int) -> memoryview:
     """Host memory at ``address`` as writable bytes; the caller keeps the memory alive."""
-    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
+    # Not as a ctypes array: each new length would be a class of its own, which waits for the garbage collector.
+    view: memoryview = _memory_view(address, nbytes, _WRITABLE)
+    return view
 
 
 _LENGTH = 48

@@ -304,7 +304,8 @@ class Saving:
         self.copying.release()
         self.copying.torn()  # lets go of the tensors
         self._in_callbacks = threading.get_ident()  # callbacks may ask for the outcome
-        for then in self._then:
+        callbacks, self._then = self._then, []  # who keeps a saving need not keep what they hold
+        for then in callbacks:
             try:
                 then(self)
             except Exception:  # noqa: BLE001 - a failure of a callback must not look like one of the save

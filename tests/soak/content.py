@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,10 +95,13 @@ class Local:
 class Stepping(torch.optim.AdamW):
     """AdamW whose steps lead to known numbers. Real otherwise: its hooks run, and its state is where torch has it."""
 
-    after: Any = None
+    after: weakref.WeakMethod[Callable[[], None]]
+    """Of the state that holds this optimizer. Weak, or the tensors of every state would wait for the collector."""
 
     def step(self, closure: Any = None) -> None:
-        self.after()
+        step = self.after()
+        assert step is not None
+        step()
 
 
 class State:
@@ -185,7 +189,7 @@ class State:
         self.optimizer = Stepping(
             [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.5
         )
-        self.optimizer.after = self._step
+        self.optimizer.after = weakref.WeakMethod(self._step)
         self.tree |= {"model": model, "optimizer": self.optimizer}
 
     def _step(self) -> None:
