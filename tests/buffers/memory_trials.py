@@ -174,6 +174,7 @@ def main(folder: Path) -> None:
     cases["state_dict mmap unverified"] = partial(state_dict, folder / "c", mmap=True, verify=False)
     cases["state_dict mmap torch"] = partial(state_dict, folder / "c.pt", mmap=True)
     cases["convert torch"] = partial(convert, folder / "c", folder / "t.pt", to="torch", dtype=torch.bfloat16)
+    cases["convert one byte"] = partial(convert, folder / "c", folder / "bytes", dtype=torch.float8_e4m3fn)
     cases["convert dcp"] = partial(convert, folder / "c.pt", folder / "dcp", to="dcp")
     cases["convert holdfast"] = partial(convert, folder / "c.pt", folder / "ours")
     cases["unshard"] = partial(convert, folder / "cells", folder / "whole")

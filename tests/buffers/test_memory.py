@@ -70,7 +70,8 @@ def test_a_cache_on_disk_takes_no_more_than_each_answer_twice(figures: dict[str,
 @pytest.mark.parametrize(
     ("what", "most"),
     [
-        ("convert torch", 128), ("convert dcp", 128), ("convert holdfast", 128), ("unshard", 160), ("verify", 64),
+        ("convert torch", 128), ("convert dcp", 128), ("convert holdfast", 128),
+        ("convert one byte", 160), ("unshard", 160), ("verify", 64),
         ("open", 8), ("save", 96), ("save transposed", 160), ("save store", 96), ("save background", 288),
         ("save background limited", 96),
     ],
