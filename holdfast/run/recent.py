@@ -29,9 +29,10 @@ class Recent:
 
     def add(self, saving: Saving) -> int:
         """A save has begun; returns its number. Those that count no more are forgotten."""
-        last = max((number for number, s in self._savings.items() if s.done and not s.skipped), default=None)
+        done = {number for number, s in self._savings.items() if s.done}  # asked once: any may end meanwhile
+        last = max((number for number in done if not self._savings[number].skipped), default=None)
         unheard = self.unheard
-        counting = {n: s for n, s in self._savings.items() if n == last or not s.done or n in unheard}
+        counting = {n: s for n, s in self._savings.items() if n == last or n not in done or n in unheard}
         self.begun += 1
         self._savings = {**counting, self.begun: saving}
         return self.begun
