@@ -1,6 +1,11 @@
-"""The benchmark of many small tensors judges every way that is set beside safetensors."""
+"""The benchmark of many small tensors judges every way that is set beside safetensors, and writes its judgement."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
 
 from benchmarks import many
 
@@ -17,3 +22,14 @@ def test_a_way_that_takes_five_times_as_long_misses_its_bar() -> None:
         row.seconds.extend(seconds)
     judged = [(bar.what.partition(", times")[0], bar.measured, bar.met) for bar in many.bars_of(rows)]
     assert judged == [("load, flat dict", 4.0, True), ("load, nested dict", 5.0, False)]
+
+
+def test_the_bars_are_written_with_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, count in (("QUICK", 100), ("FOREIGN", 1000), ("PARAMETERS", 100)):
+        monkeypatch.setattr(many, name, count)
+    out = tmp_path / "many.json"
+    monkeypatch.setattr("sys.argv", ["many", "--quick", "--dir", str(tmp_path / "work"), "--out", str(out)])
+    assert many.main() == 0
+    written = json.loads(out.read_text())
+    beside = [row["what"] for row in written["rows"] if row["beside"]]
+    assert len(beside) == 6 and [bar["what"].partition(", times")[0] for bar in written["bars"]] == beside
