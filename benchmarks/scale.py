@@ -90,7 +90,7 @@ def write_docs(figures: str, picture: str) -> None:
     page = DOCS / "scale.md"
     before, _, rest = page.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n\n{figures}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n\n{figures}{END}{after}")
     (DOCS / "scale.svg").write_text(picture)
 
 

@@ -33,7 +33,7 @@ FILES = 4
 """Sections, and so data files, that the bytes are spread over."""
 
 SPAN = 8 << 20
-PART = 2 << 20
+PART = 1 << 20
 """Bytes that are read and then summed while the caches have them."""
 
 THREADS = (4, 8, 16)

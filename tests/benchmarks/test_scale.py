@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import scale_dcp, scale_picture, scale_report
+from benchmarks import scale, scale_dcp, scale_picture, scale_report
 from benchmarks import scale_states as states
 from benchmarks.scale import mesh_of
 from benchmarks.scale_load import load
@@ -190,12 +191,22 @@ def test_figures_become_tables_bars_and_a_picture() -> None:
     assert all(bar.measured is not None for bar in bars)
     text = scale_report.as_markdown(cells, {"machine": "some", "torch": "2"})
     assert "16 shards" in text and text.count("\n|---|") == 3  # saves, restarts, DCP
+    assert text.endswith("|\n\n") and "\n\n\n" not in text
     picture = scale_picture.draw(cells)
     assert {node.tag.rpartition("}")[2] for node in ElementTree.fromstring(picture).iter()} >= {
         "path",
         "circle",
         "text",
     }
+
+
+def test_figures_take_the_place_of_those_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "DOCS", tmp_path)
+    page = tmp_path / "scale.md"
+    page.write_text(f"before\n\n{scale.BEGIN}\n\nold\n\n{scale.END}\n\nafter\n")
+    scale.write_docs("|new|\n\n", "<svg/>")
+    assert page.read_text() == f"before\n\n{scale.BEGIN}\n\n|new|\n\n{scale.END}\n\nafter\n"
+    assert (tmp_path / "scale.svg").read_text() == "<svg/>"
 
 
 @pytest.mark.parametrize("sharding", [Sharding("FSDP", 8), Sharding("HSDP", 8, replicas=2)], ids=["FSDP", "HSDP"])
