@@ -24,7 +24,7 @@ from holdfast.read.damage import Fault, contents
 from holdfast.read.files import DataFiles, Files, is_cell
 from holdfast.read.ranges import Range, jobs_of
 from holdfast.read.read import AHEAD, READERS, Jobs, altered, is_right, threads_for
-from holdfast.read.source import STRIDE, ReadStats, Source, source_of
+from holdfast.read.source import PART, ReadStats, Source, source_of
 
 
 def _nothing(nbytes: int) -> None:
@@ -173,9 +173,9 @@ def _compared(source: Source, job: list[Range]) -> list[tuple[Range, str]]:
     wrong: list[Range] = []
     cached = source.is_cached(job[0].begin, _nbytes(job))
     # What memory has anyway is summed while it is in a core's cache; a disk and a store like long reads.
-    for some in jobs_of(job, gap=source.gap, straight=False, span=STRIDE) if cached else [job]:
+    for some in jobs_of(job, gap=source.gap, straight=False, span=PART) if cached else [job]:
         begin, nbytes = some[0].begin, _nbytes(some)
-        if cached and nbytes > STRIDE:
+        if cached and nbytes > PART:
             total = blocks.running_sum(some[0].sum or "")
             for part in source.parts(begin, nbytes):
                 total.update(part)

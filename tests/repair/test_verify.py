@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.commit.transfer import home
-from holdfast.read.source import STRIDE
+from holdfast.read.source import PART, STRIDE
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.memory import Memory
@@ -104,14 +104,14 @@ def test_a_whole_one_counts_every_byte(saved: Path) -> None:
 
 
 def test_no_byte_of_cached_pages_is_passed_over(tmp_path: Path) -> None:
-    """They are read and summed a stride at a time: blocks shorter, as long as one, a little longer, and many long."""
-    sizes = (100, STRIDE, 7, STRIDE + 4, 20 * STRIDE + 12, 300)
+    """They are read and summed a part at a time: blocks shorter, as long as one, a little longer, and many long."""
+    sizes = (100, STRIDE, 7, STRIDE + 4, PART, PART + 4, 20 * STRIDE + 12, 300)
     state = {f"t{i}": torch.randint(256, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
     holdfast.save(state, tmp_path / "saved")
     shutil.copytree(tmp_path / "saved", tmp_path / "c")  # its pages are in memory
     for spot in spots(holdfast.open(tmp_path / "c")):
         if spot.tensor:
-            borders = {0, STRIDE - 1, STRIDE, 2 * STRIDE - 1, spot.nbytes - 1}
+            borders = {0, STRIDE - 1, STRIDE, PART - 1, PART, spot.nbytes - 1}
             for at in sorted(at for at in borders if at < spot.nbytes):
                 flip(spot.file, spot.begin + at)
                 assert found_in(tmp_path / "c") == {(str(spot.file), spot.tensor, spot.box, spot.begin, spot.nbytes)}
