@@ -32,16 +32,16 @@ MOST_GAP = 512 << 10
 """However slow a store answers, ranges further apart than this are asked for one by one."""
 
 STRIDE = 512 << 10
-"""Bytes that are copied and summed at a time, while a core's own cache holds both copies.
+"""Bytes that a load copies and sums at a time: they and their copy stay in a core's own cache.
 
-Where cores have 2 MiB of cache each, loads with 1 MiB took 1.03 and 1.08 times as long, with 2 MiB 1.14 and 1.23 times.
-On an older machine 512 KiB and 2 MiB took the same."""
+Measured with 2 MiB of cache per core: 1 MiB took 1.03 to 1.08 times as long, 2 MiB 1.14 to 1.23 times. On another
+machine, 512 KiB and 2 MiB took the same."""
 
 PART = 2 * STRIDE
-"""Bytes that are read and summed at a time, always in the same memory.
+"""Bytes that verifying reads and sums at a time, always into the same memory.
 
-Half of it took 1.03 times as long to verify, twice as much 1.05 times. On the older machine half took 1.2 times as
-long, and up to 3 MiB the same."""
+On the first machine half of it took 1.03 times as long, twice as much 1.05 times. On the other one half took 1.2 times
+as long, and 1 to 3 MiB took the same."""
 
 
 @dataclass
