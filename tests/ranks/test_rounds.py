@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from holdfast.errors import HoldfastError, Mismatch, RankLost
 from holdfast.ranks import messages, rounds
 from holdfast.ranks.messages import FAN_IN, Node, tree_of
 from holdfast.ranks.ranks import Ranks
-from tests.fleets import Counting, Dead, Deadly, Fleet, comes_to, one_text, outcomes_of
+from tests.fleets import PATIENCE, Counting, Dead, Deadly, Fleet, comes_to, one_text, outcomes_of
 from tests.marks import examples
 
 LONG = 240.0
@@ -362,6 +363,7 @@ def test_a_leader_that_skipped_two_calls_catches_up() -> None:
 def test_giving_up_and_hurrying_end_waits_of_a_tree() -> None:
     fleet = Fleet(64, 4)
     started = fleet.start(lambda ranks: add(ranks.lane("x")), range(60))
+    fleet.store.wait([f"p/x/0/0/word/{rank}" for rank in range(60)], timedelta(seconds=PATIENCE))
     fleet.ranks[5].hurry(0.2)
     kind, text = one_text(outcomes_of(started))
     assert kind is RankLost and all(f"rank {rank} (" in text for rank in range(60, 64)) and "rank 59 (" not in text
