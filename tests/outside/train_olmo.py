@@ -39,11 +39,10 @@ record_metric = Trainer.record_metric
 
 
 def record_metric_of_step(trainer: Trainer, name: str, *arguments: Any, **named: Any) -> None:
-    """Record every metric but the time of a save beside training.
+    """Record every metric except the time that a save beside training took.
 
-    OLMo-core 3.0.0 records that one when the save ends, which each rank sees at its own step. The ranks then reduce
-    unlike metrics, and wait for each other for ever. It happens with torch's writer too, and OLMo-core's pull request
-    831 is about it.
+    OLMo-core 3.0.0 records that time from a callback, which may run at another step on each rank. The ranks then
+    reduce different metrics, and the training hangs, with torch's writer too. OLMo-core's pull request 831 is about it.
     """
     if name != "checkpoint/save_async_duration_s":
         record_metric(trainer, name, *arguments, **named)
