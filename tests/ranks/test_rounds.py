@@ -1,8 +1,8 @@
 """Rounds of many ranks: whoever dies in whatever phase, the others get one verdict, which names the right rank.
 
 Each rank is a thread over one in-memory store. The trees here are deep and narrow, so that few ranks make all levels;
-the largest fleet has the widths of a real one. No test looks at a clock: a rank that was left waiting would meet the
-deadline of the whole fleet, which is far beyond that of any round.
+the largest fleet has the widths of a real one. No test looks at a clock: if a rank is left waiting, `outcomes_of`
+gives up on the fleet after `PATIENCE` seconds, and the test fails.
 """
 
 from __future__ import annotations
